@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.tensors import verify_checkpoint
 from txl_dist.tracking.journal import read_metrics
 from txl_dist.tracking.tracker import TrackingState, points_of
 

@@ -31,8 +31,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
 from txl_dist.estimate.run_estimate import A100_TFLOPS, UTILISATION, flops_per_token, with_data
-from txl_dist.runtime.activity import NUM_READERS
-from txl_dist.runtime.waiting import BEAT_SECONDS
+from txl_dist.runtime.waiting import BEAT_SECONDS, NUM_READERS
 
 STORAGE_BYTES_PER_SECOND = 2e9
 """Rate at which all ranks together write checkpoints."""

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
-from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
+from txl_dist.runtime.process import STEP_SPANS, Activity, Span
 
 log = logging.getLogger(__name__)
 

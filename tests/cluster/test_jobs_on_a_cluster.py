@@ -14,7 +14,7 @@ from tests.support.commands import num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import JobsHead
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
-from txl_dist.runtime.activity import Heartbeat
+from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.cluster
 

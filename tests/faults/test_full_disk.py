@@ -11,7 +11,7 @@ import pytest
 from tests.support.commands import start_txl, txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, train_words
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.tensors import verify_checkpoint
 
 pytestmark = pytest.mark.fault
 

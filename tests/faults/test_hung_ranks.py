@@ -25,7 +25,7 @@ from tests.support.training_runs import (
     train_words,
 )
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Snapshot
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World

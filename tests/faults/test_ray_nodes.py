@@ -15,7 +15,7 @@ from tests.support.commands import ENVIRONMENT, num_lines, start_txl, txl, wait_
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import RayNode, ray_node, token_environment
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, train_words, trained
-from txl_dist.runtime.activity import Heartbeat
+from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")

@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, train_words, trained
-from txl_dist.runtime.activity import Heartbeat
+from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.fault
 

@@ -27,9 +27,9 @@ from tests.support.commands import (
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, train_words, trained
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.runtime.activity import Heartbeat
+from txl_dist.checkpoint.tensors import verify_checkpoint
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
+from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.fault
 

@@ -21,7 +21,7 @@ from tests.support.training_runs import (
     trained,
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.model.transformer_xl import TransformerXL
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from tests.properties.test_nothing_silent import Dataset, sign
 from tests.support.hostile_pickle import Hostile
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.manifest import FileEntry, load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.errors import CheckpointError
 
 

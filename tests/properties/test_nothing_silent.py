@@ -21,7 +21,7 @@ from data_pipeline.system.files import sha256_file
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.tensors import verify_checkpoint
 from txl_dist.errors import CheckpointError
 from txl_dist.runtime.world import World
 from txl_dist.training.resume import newest_intact

@@ -10,7 +10,7 @@ from torch import nn
 from tests.support.training_runs import opened_trainer
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Accept
+from txl_dist.training.engine.stages import Accept
 from txl_dist.training.loop import Trainer
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState
@@ -125,7 +125,7 @@ class StopAfter:
 def final_state(run: Any, step: int) -> TrainState:
     """The state in the checkpoint of a step."""
     from txl_dist.checkpoint.directory import CheckpointDirectory
-    from txl_dist.checkpoint.reader import verify_checkpoint
+    from txl_dist.checkpoint.tensors import verify_checkpoint
     from txl_dist.training.state import load_state
 
     path = CheckpointDirectory(run).at(step)

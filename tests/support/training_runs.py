@@ -7,8 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
 from tests.support.gloo_ranks import RankGroups
+from txl_dist.checkpoint.tensors import Weights, load_model
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
@@ -99,6 +102,12 @@ def losses(run: Path) -> dict[int, float]:
 def norms(run: Path) -> list[float]:
     """Gradient norms by step, before clipping."""
     return [line["gradient_norm"] for line in metrics(run)]
+
+
+def weights_at(run: Path, step: int, which: Weights = "last") -> dict[str, Tensor]:
+    """The weights of a checkpoint by name."""
+    model, *_ = load_model(RunDirectory(run).checkpoints.at(step), weights=which)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def score_of_step(run: Path, step: int) -> StepScore:

@@ -15,7 +15,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.run_directories import event, start, write_events
 from tests.support.training_runs import NO_EVALUATION, metrics, tiny_spec, train
 from txl_dist.events import EVENTS, Event, EventLog, WallTime, last_start, read_events
-from txl_dist.runtime.activity import Activity, Span
+from txl_dist.runtime.process import Activity, Span
 from txl_dist.runtime.world import World
 from txl_dist.training import report
 from txl_dist.training.report import Report

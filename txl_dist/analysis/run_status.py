@@ -33,7 +33,7 @@ from txl_dist.events import (
     of_kind,
     read_events,
 )
-from txl_dist.runtime.activity import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
+from txl_dist.runtime.waiting import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState

@@ -66,7 +66,7 @@ class AttemptRecord(StrictModel):
 
     @property
     def file_name(self) -> str:
-        return _file_name(self.number, self.id)
+        return f"attempt-{self.number:08d}.{self.id}.json"
 
     def __str__(self) -> str:
         process = f"host {printable(self.host)}, pid {self.pid}"
@@ -100,11 +100,12 @@ class Attempt:
 
     def require_newest(self) -> None:
         """Raise FencedError if the folder has a newer attempt, OSError if it cannot be listed."""
-        newest = max(_attempts(self.folder), default=(0, ""))
-        if newest <= (self.record.number, self.record.id):
+        attempts = _attempts(self.folder)
+        if not attempts or attempts[-1][:2] <= (self.record.number, self.record.id):
             return
+        number, _, path = attempts[-1]
         # If the file cannot be read, its number alone is reason enough.
-        successor = newest_record(self.folder) or f"attempt {newest[0]} ({_file_name(*newest)})"
+        successor = newest_record(self.folder) or f"attempt {number} ({path.name})"
         raise FencedError(
             f"this process, {self.record}, was replaced: {successor} took "
             f"over this run ({self.folder}). Stopping without touching its checkpoints. Both ran "
@@ -115,7 +116,7 @@ class Attempt:
 
 def newest_number(folder: DatasetPath) -> int:
     """The highest number of an attempt in a folder; 0 without any. Raises OSError."""
-    return max((number for number, _ in _attempts(folder)), default=0)
+    return max((number for number, *_ in _attempts(folder)), default=0)
 
 
 def newest_record(folder: DatasetPath, *, launch_id: str | None = None) -> AttemptRecord | None:
@@ -124,20 +125,17 @@ def newest_record(folder: DatasetPath, *, launch_id: str | None = None) -> Attem
     With `launch_id`: None also if it is of another launch.
     """
     with suppress(OSError, ValueError, IndexError):
-        path = folder / _file_name(*_attempts(folder)[-1])
+        *_, path = _attempts(folder)[-1]
         record = AttemptRecord.model_validate_json(path.read_bytes())
         return record if launch_id in (None, record.launch_id) else None
     return None
 
 
-def _attempts(folder: DatasetPath) -> list[tuple[int, str]]:
-    """Number and id of the attempts in a folder, the newest last."""
+def _attempts(folder: DatasetPath) -> list[tuple[int, str, DatasetPath]]:
+    """Number, id and file of the attempts in a folder, the newest last."""
     try:
-        matches = [_NAME.fullmatch(path.name) for path in folder.iterdir()]
+        matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     except FileNotFoundError:  # no attempt has been recorded
         return []
-    return sorted((int(match[1]), match[2]) for match in matches if match)
-
-
-def _file_name(number: int, attempt_id: str) -> str:
-    return f"attempt-{number:08d}.{attempt_id}.json"
+    attempts = [(int(match[1]), match[2], path) for match, path in matches if match]
+    return sorted(attempts, key=lambda attempt: attempt[:2])

@@ -1,6 +1,6 @@
 """Checkpoints: how the checkpoints of a run are saved, removed and found. Open this file first.
 
-    save    every rank has copied its slices and lane memories (`snapshot.py`), writes, syncs and
+    save    every rank has copied its slices and lane memories (`tensors.py`), writes, syncs and
             hashes them in RUN/checkpoints/.saving-ID.tmp, and then a list of its files;
             rank 0 waits for all lists, writes the manifest (`manifest.py`), renames the directory
             to step-NNNNNNNN, and lets LATEST point to it (`directory.py`);
@@ -9,7 +9,7 @@
     best    the checkpoint of the best score: BEST points to it
     prune   once a loss computed from the newest was accepted: removes older ones by `Retention`
     rewind  after a rollback: later checkpoints are superseded
-    load    `reader.py`: verifies the hash of every file, then reads any slice on any rank
+    load    `tensors.py`: verifies the hash of every file, then reads any slice on any rank
 
 A kill at any moment leaves the older checkpoints unchanged. Before each change the attempt is
 checked (`attempts.py`): only the newest attempt of a run changes its checkpoints. Nothing here is
@@ -41,20 +41,19 @@ from txl_dist.checkpoint.manifest import (
     file_name,
     part_name,
 )
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Snapshot
 from txl_dist.errors import CheckpointError, DivergedError, FencedError, LostRankError, TxlError
 from txl_dist.runtime.fault_injection import fault_point
 
 _LOOK_SECONDS = 1.0
 """Between two looks at the sizes of the other ranks' files."""
 _POLL_SECONDS = 0.02
-"""Polling interval while waiting for the parts of the other ranks."""
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointHeader(RunEntries):
-    """What is the same for every checkpoint of an attempt."""
+    """What is the same for every checkpoint of an attempt, also the tokenizer itself."""
 
     tokenizer_json: str
     num_lanes: int
@@ -75,12 +74,6 @@ class Save:
     mlflow_run_id: str | None = None
     require_useful: Callable[[], None] = lambda: None
     """Called often; raises an exception when the save has failed on another rank."""
-
-    @property
-    def step(self) -> int:
-        """The step whose checkpoint is written."""
-        step: int = self.state["step"]
-        return step
 
 
 class Checkpoints:
@@ -113,8 +106,7 @@ class Checkpoints:
         return path
 
     def write_part(self, save: Save, snapshot: Snapshot) -> None:
-        """Write the files of this rank into the staging directory."""
-        snapshot.require_finite(step=save.step, rank=save.rank)
+        snapshot.require_finite(step=save.state["step"], rank=save.rank)
         staging = self.directory.begin(save.save_id)
         fault_point("save/files")
         part = snapshot.write(staging, rank=save.rank, before_block=save.require_useful)
@@ -135,9 +127,9 @@ class Checkpoints:
         write_synced(staging / MANIFEST_NAME, _manifest(staging, save, header, parts).to_json())
         for path in paths:
             path.unlink()
-        checkpoint = self.directory.finish(save.save_id, save.step)
+        checkpoint = self.directory.finish(save.save_id, save.state["step"])
         fault_point("save/latest")
-        self.directory.set_pointer("LATEST", save.step)
+        self.directory.set_pointer("LATEST", save.state["step"])
         return checkpoint
 
     def rewind(self, step: int, changes: Mapping[str, Any], *, best_step: int | None) -> None:
@@ -187,9 +179,11 @@ def _wait_for_parts(staging: Path, save: Save) -> None:
         now = time.monotonic()
         # Not at every poll: a network file system is asked for each file.
         if now >= next_look:
-            next_look, size = now + _LOOK_SECONDS, _written_bytes(staging)
-            if size != num_bytes:
-                num_bytes, deadline = size, now + save.timeout_seconds
+            next_look, before = now + _LOOK_SECONDS, num_bytes
+            with suppress(OSError):  # a file that is renamed now
+                num_bytes = sum(path.stat().st_size for path in staging.iterdir())
+            if num_bytes != before:
+                deadline = now + save.timeout_seconds
         if now > deadline:
             files = f"files of rank {', '.join(map(str, sorted(missing)))}"
             limit = f"training.rank_timeout_seconds={save.timeout_seconds:g}"
@@ -203,12 +197,6 @@ def _wait_for_parts(staging: Path, save: Save) -> None:
                 "not share the run directory; the logs of these ranks say more"
             )
         time.sleep(_POLL_SECONDS)
-
-
-def _written_bytes(staging: Path) -> int:
-    with suppress(OSError):  # a file that is renamed now
-        return sum(path.stat().st_size for path in staging.iterdir())
-    return 0
 
 
 def _manifest(

@@ -12,9 +12,7 @@ completed with the files of another save of the same step.
 Every `Uploader.update` uploads the checkpoints that the URL lacks, newest first. So a failed upload
 needs no record: the next update repeats it, and storage that does not respond never stops training.
 Copies are removed by the rule for the run directory (`Retention`), not because they are missing
-there: a run that has moved to an empty disk keeps its older copies. Only rank 0 uploads; all ranks
-share the run directory. An attempt that was replaced elsewhere finds a newer one at the URL
-(`attempts.py`) and changes nothing there any more.
+there: a run that has moved to an empty disk keeps its older copies.
 """
 
 import json
@@ -25,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from data_pipeline.errors import printable
@@ -58,7 +56,6 @@ log = logging.getLogger(__name__)
 
 
 def copy_name(manifest: CheckpointManifest) -> str:
-    """Name of the copy of a checkpoint."""
     return f"step-{manifest.step:08d}.{manifest.save_id}"
 
 
@@ -72,7 +69,6 @@ def names_of(paths: Iterable[Path]) -> set[str]:
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a copy."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
@@ -91,19 +87,12 @@ class CheckpointCopies:
 
     url: RemotePath
 
-    @property
-    def attempts(self) -> RemotePath:
-        """The folder of attempts (`attempts.py`)."""
-        return self.url / FOLDER
-
     def at(self, name: str) -> RemotePath:
-        """The folder of one copy."""
         return self.url / "checkpoints" / name
 
     def names(self) -> list[str]:
-        """Names of all copies, complete or not, in ascending order of steps."""
-        names = [name for name in (self.url / "checkpoints").folders() if _NAME.fullmatch(name)]
-        return sorted(names, key=step_of)
+        """Names of all copies, complete or not, sorted."""
+        return [name for name in (self.url / "checkpoints").folders() if _NAME.fullmatch(name)]
 
     def complete(self) -> list[str]:
         """Names of the complete copies, in ascending order of steps."""
@@ -143,11 +132,10 @@ class CheckpointCopies:
             )
 
     def download(self, name: str, directory: CheckpointDirectory) -> Path:
-        """Copy a complete checkpoint, the best one up to its step, and the files of the run to the
-        run's directory; returns the path of the first.
+        """Copy a checkpoint, the best one up to its step, and RUN_FILES to the run's directory.
 
-        Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
-        a damaged copy. A damaged copy of the best one is logged.
+        Returns the path of the first. Files are verified before it gets its final name. Raises
+        CheckpointError for a damaged copy; a damaged copy of the best one is logged.
         """
         with self._staged(name, directory) as manifest:
             # Before the newer checkpoint is there: with it, the next start downloads nothing.
@@ -195,7 +183,6 @@ class CheckpointCopies:
             raise
 
     def unreachable(self, error: OSError) -> StoreError:
-        """The error of an attempt that cannot read the URL of its checkpoints."""
         return StoreError(
             f"training.checkpoint_url={self.url} cannot be read: {error.strerror}. It may have "
             "newer checkpoints than the run directory, so nothing is trained. Check the bucket, "
@@ -213,16 +200,15 @@ class CheckpointCopies:
 
 
 class Uploader:
-    """Uploads on rank 0, in a background thread."""
+    """Uploads in a background thread of rank 0."""
 
     def __init__(
         self, copies: CheckpointCopies, directory: CheckpointDirectory, retention: Retention
     ) -> None:
         self._copies, self._directory, self._retention = copies, directory, retention
         assert directory.attempt is not None
-        self._attempt = replace(directory.attempt, folder=copies.attempts)
-        self._is_added = False
-        """Whether the URL has the attempt."""
+        self._attempt = replace(directory.attempt, folder=copies.url / FOLDER)
+        self._add_attempt = cache(self._attempt.add)  # once, but again if it has failed
         self._sent_manifests: dict[str, bytes] = {}
         self._is_due = False
         """Whether an update was asked for that has not begun."""
@@ -248,8 +234,9 @@ class Uploader:
         except OSError as error:
             if self._attempt.previous is None:
                 raise self._copies.unreachable(error) from error
-            reason = error.strerror
-            log.warning("%s does not respond (%s). Copies are made later", self._copies.url, reason)
+            log.warning(
+                "%s does not respond (%s). Copies are made later", self._copies.url, error.strerror
+            )
 
     def update(self) -> None:
         """Upload what is missing; returns immediately."""
@@ -336,11 +323,6 @@ class Uploader:
             (self._copies.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
         self._upload_run_files()
         self._prune(present)
-
-    def _add_attempt(self) -> None:
-        if not self._is_added:
-            self._attempt.add()
-        self._is_added = True
 
     def _upload(self, step: int) -> str:
         """Upload the files of a checkpoint, its manifest last; returns the name of the copy."""

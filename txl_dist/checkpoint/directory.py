@@ -44,6 +44,7 @@ from txl_dist.checkpoint.manifest import (
 from txl_dist.errors import CheckpointError, FencedError
 
 _NAME = re.compile(r"step-(\d{8,})")
+POINTERS = ("LATEST", "BEST")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-\d+)?")
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ class Retention:
 class CheckpointDirectory:
     """The checkpoints of one run.
 
-    Every rank writes its files into a staging directory (`begin`). Complete checkpoints and the
-    pointers are changed only by rank 0 of the newest attempt, under the lock of the run directory.
+    Every rank writes into a staging directory (`begin`). Complete checkpoints and the pointers are
+    changed only by rank 0 of the newest attempt, under the lock of the run directory.
     """
 
     def __init__(self, run: Path) -> None:
@@ -92,7 +93,6 @@ class CheckpointDirectory:
         return self.path / f".saving-{save_id}.tmp"
 
     def at(self, step: int) -> Path:
-        """Path of the checkpoint of a step."""
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
@@ -113,7 +113,6 @@ class CheckpointDirectory:
         return [path for path in self._entries() if _SUPERSEDED.fullmatch(path.name)]
 
     def newest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, if there is one."""
         return max(self.steps(), default=None)
 
     def newest_manifest(self) -> CheckpointManifest | None:
@@ -126,7 +125,7 @@ class CheckpointDirectory:
         """Create the directory and remove leftovers of killed processes; at the start of a run."""
         self.require_newest_attempt()
         self.path.mkdir(parents=True, exist_ok=True)
-        for pointer in ("LATEST", "BEST"):
+        for pointer in POINTERS:
             remove_leftovers(self.run / pointer)
         for step in self.steps():
             remove_leftovers(self.at(step) / MANIFEST_NAME)
@@ -135,25 +134,17 @@ class CheckpointDirectory:
             _remove(leftover)
 
     def set_pointer(self, name: str, step: int) -> None:
-        """Write RUN/LATEST or RUN/BEST."""
         self.require_newest_attempt()
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
     def pointer(self, name: str) -> int | None:
         """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
         try:
-            match = _NAME.fullmatch(_pointed_name((self.run / name).read_text(errors="replace")))
+            text = (self.run / name).read_text(errors="replace").strip()
         except OSError:
             return None
+        match = _NAME.fullmatch(text.removeprefix("checkpoints/"))
         return int(match[1]) if match else None
-
-    def pointers_by_step(self) -> dict[int, list[str]]:
-        """Which of LATEST and BEST name a step, for the steps that they name."""
-        names: dict[int, list[str]] = {}
-        for name in ("LATEST", "BEST"):
-            if (step := self.pointer(name)) is not None:
-                names.setdefault(step, []).append(name)
-        return names
 
     def begin(self, save_id: str) -> Path:
         """The staging directory of a save; every rank calls this.
@@ -179,18 +170,15 @@ class CheckpointDirectory:
         try:
             self.require_newest_attempt()
         except FencedError:  # this process was suspended between the check and the rename
-            self._undo_finish(save_id, step, replaced)
+            # Another process may have published this step since.
+            if load_checkpoint_manifest(self.at(step)).save_id == save_id:
+                _remove(self.at(step))
+                if replaced:
+                    replaced.rename(self.at(step))
             raise
         if replaced:
             _remove(replaced)
         return self.at(step)
-
-    def _undo_finish(self, save_id: str, step: int, replaced: Path | None) -> None:
-        """Unless another process has published this step since."""
-        if load_checkpoint_manifest(self.at(step)).save_id == save_id:
-            _remove(self.at(step))
-            if replaced:
-                replaced.rename(self.at(step))
 
     def update_state(self, step: int, changes: Mapping[str, Any]) -> None:
         """Replace entries of `state` in the manifest of a step's checkpoint."""
@@ -227,8 +215,12 @@ class CheckpointDirectory:
                 self.at(other).rename(self.path / f"superseded-{self.at(other).name}")
             fsync_directory(self.path)
         remaining = self.steps()
-        self._point_or_remove("LATEST", remaining[-1] if remaining else None)
-        self._point_or_remove("BEST", best_step if best_step in remaining else None)
+        best = best_step if best_step in remaining else None
+        for name, pointed in zip(POINTERS, (max(remaining, default=None), best), strict=True):
+            if pointed is None:
+                (self.run / name).unlink(missing_ok=True)
+            else:
+                self.set_pointer(name, pointed)
         return later
 
     def prune(self, retention: Retention, *, best_step: int | None) -> None:
@@ -239,12 +231,6 @@ class CheckpointDirectory:
         self.require_newest_attempt()
         for step in retention.removed(self.steps(), kept={best_step}):
             _remove_unless_read(self.at(step))
-
-    def _point_or_remove(self, name: str, step: int | None) -> None:
-        if step is None:
-            (self.run / name).unlink(missing_ok=True)
-        else:
-            self.set_pointer(name, step)
 
 
 @contextmanager
@@ -337,10 +323,6 @@ def divergence_advice(run: Path, *, before: int) -> str:
     )
 
 
-def _pointed_name(text: str) -> str:
-    return text.strip().removeprefix("checkpoints/")
-
-
 def run_of(checkpoint: Path) -> Path | None:
     """The run directory of a checkpoint in it; None for other models."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
@@ -360,17 +342,16 @@ def resolve_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST_NAME).is_file():
         return path
-    if path.is_file() and path.name in ("LATEST", "BEST"):
-        name = _pointed_name(path.read_text(errors="replace"))
-        if _NAME.fullmatch(name):
-            return path.parent / "checkpoints" / name
+    is_pointer = path.is_file() and path.name in POINTERS
+    directory = CheckpointDirectory(path.parent if is_pointer else path)
+    step = directory.pointer(path.name) if is_pointer else directory.newest_step()
+    if step is not None:
+        return directory.at(step)
+    if is_pointer:
         raise CheckpointError(
-            f"{path} names no checkpoint ({name[:60]!r}). Give one directly; to list them: "
+            f"{path} names no checkpoint. Give one directly; to list them: "
             f"txl checkpoint list {path.parent}"
         )
-    directory = CheckpointDirectory(path)
-    if steps := directory.steps():
-        return directory.at(steps[-1])
     raise CheckpointError(
         f"{path} {'contains no complete checkpoint' if path.exists() else 'does not exist'}. Give "
         "RUN/checkpoints/step-NNNNNNNN, or a run directory with one; runs write them every "

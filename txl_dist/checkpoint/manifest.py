@@ -162,14 +162,12 @@ class CheckpointManifest(RunEntries):
     @property
     def step(self) -> int:
         """Optimizer steps done when the checkpoint was written."""
-        step: int = self.state["step"]
-        return step
+        return int(self.state["step"])
 
     @property
     def segment_len(self) -> int:
         """Tokens of a lane that the model read at a time."""
-        length: int = self.run["data.tgt_len"] // self.run.get("training.backprop_segments", 1)
-        return length
+        return int(self.run["data.tgt_len"] // self.run.get("training.backprop_segments", 1))
 
     @property
     def best_step(self) -> int | None:
@@ -190,7 +188,6 @@ class CheckpointManifest(RunEntries):
             ) from None
 
     def to_json(self) -> bytes:
-        """The content of the manifest file."""
         return manifest_bytes(self.model_dump(mode="json"))
 
 

@@ -267,7 +267,7 @@ def export(
         _export_for_transformers(checkpoint, out, choice, dtype, scores or [], as_json=as_json)
         return
     from txl_dist.checkpoint.directory import resolve_checkpoint
-    from txl_dist.checkpoint.reader import load_model
+    from txl_dist.checkpoint.tensors import load_model
     from txl_dist.convert.stored_model import Reading, write_exported
 
     path = resolve_checkpoint(checkpoint)

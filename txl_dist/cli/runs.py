@@ -100,7 +100,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
     Example: txl checkpoint list runs/quickstart
     """
-    from txl_dist.checkpoint.directory import CheckpointDirectory
+    from txl_dist.checkpoint.directory import POINTERS, CheckpointDirectory
     from txl_dist.checkpoint.manifest import load_checkpoint_manifest
     from txl_dist.training.scores import ScoreTable
     from txl_dist.training.state import load_state
@@ -108,11 +108,12 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     directory = CheckpointDirectory(run)
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
-    pointers = directory.pointers_by_step()
+    pointed = {name: directory.pointer(name) for name in POINTERS}
     scores, rows = ScoreTable(directory, is_due=lambda step: False), []
     for step in directory.steps():
         path = directory.at(step)
-        row: dict[str, Any] = {"step": step, "path": str(path), "pointers": pointers.get(step, [])}
+        pointers = [name for name in POINTERS if pointed[name] == step]
+        row: dict[str, Any] = {"step": step, "path": str(path), "pointers": pointers}
         try:
             manifest = load_checkpoint_manifest(path)
             score = scores.get(step)
@@ -147,7 +148,7 @@ def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
     Example: txl checkpoint verify runs/quickstart
     """
     from txl_dist.checkpoint.directory import resolve_checkpoint
-    from txl_dist.checkpoint.reader import verify_checkpoint
+    from txl_dist.checkpoint.tensors import verify_checkpoint
 
     path = resolve_checkpoint(checkpoint)
     manifest = verify_checkpoint(path)

@@ -47,8 +47,7 @@ from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,
     load_checkpoint_manifest,
 )
-from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
-from txl_dist.checkpoint.snapshot import write_tensors
+from txl_dist.checkpoint.tensors import Weights, chosen_weights, load_model, write_tensors
 from txl_dist.config.removed import without_removed
 from txl_dist.convert.checks import (
     CONFIG_NAME,

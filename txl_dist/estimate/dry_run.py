@@ -143,7 +143,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         nats_BT.sum().backward()
         del next_memory
     groups = parameter_groups(model, config.optimizer)
-    states = dict(states_by_name(model, groups))
+    states = states_by_name(model, groups)
     return ModelNeeds(
         parameters=tuple(
             Parameter(name=name, num_elements=parameter.numel(), num_states=len(states[name]))

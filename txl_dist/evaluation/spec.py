@@ -17,7 +17,7 @@ from data_pipeline.shards.shard_reader import TokenSource, open_split
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import Reset
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
-from txl_dist.checkpoint.reader import Weights
+from txl_dist.checkpoint.tensors import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, ConfigError, DataError

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from data_pipeline.system.strict import first_problem
-from txl_dist.checkpoint.reader import Weights
+from txl_dist.checkpoint.tensors import Weights
 from txl_dist.cli.options import open_workers
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import IGNORED
 from data_pipeline.tokenizers import Tokenizer
-from txl_dist.checkpoint.reader import Weights
+from txl_dist.checkpoint.tensors import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError

@@ -183,12 +183,12 @@ class Launcher(ABC):
         max_restarts: int | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """Run to the end. Raises the TxlError that ended it; PreemptedError after a stop
-        signal.
+        """Run to the end. Raises the TxlError that ended it; PreemptedError after a stop signal.
 
-        `min_ranks`: if it is lower than `num_ranks`, the run is elastic: it continues with fewer
-        ranks when some are lost. `max_restarts`: restarts after failures of ranks, without a new
-        checkpoint between them; None is the launcher's default.
+        After a failure that a restart can repair, all ranks start again from the newest checkpoint,
+        `max_restarts` times without a new checkpoint in between (None: the launcher's default).
+        With a lower `min_ranks` the run is elastic: it continues with fewer ranks when some are
+        lost.
         """
         from txl_dist.launch.supervise import supervise
 
@@ -220,17 +220,13 @@ def find_launcher(on: str) -> Launcher:
     launchers = {entry.name: entry for entry in entry_points(group=GROUP)}
     launchers |= {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
     name, colon, argument = on.partition(":")
-    arguments: tuple[str, ...] = ()
-    if on in launchers:
-        name = on
-    elif colon and name in launchers and name != OF_ADDRESSES:  # ray:6379 is a host
-        arguments = (argument,)
-    elif on == "auto" or "://" in on or (colon and on.rpartition(":")[2].isdecimal()):
+    arguments = (argument,) if colon else ()
+    if name not in launchers or (colon and name == OF_ADDRESSES):  # ray:6379 is a host
+        if not (on == "auto" or "://" in on or (colon and on.rpartition(":")[2].isdecimal())):
+            raise ConfigError(
+                f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
+                f"auto) nor an installed launcher ({', '.join(sorted(launchers))})"
+            )
         name, arguments = OF_ADDRESSES, (on,)
-    else:
-        raise ConfigError(
-            f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
-            f"auto) nor an installed launcher ({', '.join(sorted(launchers))})"
-        )
     launcher: Launcher = launchers[name].load()(*arguments)
     return launcher

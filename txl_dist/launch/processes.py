@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from data_pipeline.errors import counted
@@ -41,11 +41,8 @@ class ProcessLauncher(Launcher):
                 f"most {counted(num_devices, 'rank')}, or use CPUs: put CUDA_VISIBLE_DEVICES= "
                 "before the command"
             )
-        group = ProcessGroup()
-        try:
+        with closing(ProcessGroup()) as group:
             yield group
-        finally:
-            group.close()
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False
@@ -61,15 +58,12 @@ class ProcessLauncher(Launcher):
         return ProcessWorkers(num_workers)
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
-        """Check this machine."""
         from txl_dist.doctor.checks import check_this_machine
 
         return check_this_machine(request)
 
 
 class ProcessGroup:
-    """The processes of the ranks."""
-
     max_restarts, growth_interval_seconds = 0, 0.0
     waits_for = "the ranks to start"
 

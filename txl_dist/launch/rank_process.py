@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from data_pipeline.errors import printable
-from data_pipeline.system.signals import StopSignals, exit_without_teardown
+from data_pipeline.system.signals import StopSignals, end_with_parent, exit_without_teardown
 from txl_dist.errors import ConfigError, PreemptedError, TxlError, error_to_json, print_error
 from txl_dist.runtime.stop import exit_before_first_step
 
@@ -33,13 +33,20 @@ log = logging.getLogger("txl_dist.training")
 
 
 def main() -> int:
-    """Read the spec, train, return the exit code."""
     # The error line goes to standard output; prints of libraries go to standard error.
     error_output = os.dup(1)
     os.dup2(2, 1)
     with StopSignals(on_request=exit_before_first_step):
         try:
-            _train()
+            from txl_dist.runtime.world import World
+            from txl_dist.training.rank import train_rank
+            from txl_dist.training.spec import TrainSpec
+
+            spec = TrainSpec.from_json(sys.stdin.buffer.readline())
+            world = World.from_environment()
+            end_with_parent(0)  # the launcher holds the other end of this pipe
+            train_rank(spec, world)
+            world.leave()
         except TxlError as error:
             os.write(error_output, error_to_json(error, max_chars=MAX_MESSAGE_LENGTH))
             return error.exit_code
@@ -49,19 +56,6 @@ def main() -> int:
             os.write(error_output, f"{reason}\n".encode())
             return 1
         return 0
-
-
-def _train() -> None:
-    from data_pipeline.system.signals import end_with_parent
-    from txl_dist.runtime.world import World
-    from txl_dist.training.rank import train_rank
-    from txl_dist.training.spec import TrainSpec
-
-    spec = TrainSpec.from_json(sys.stdin.buffer.readline())
-    world = World.from_environment()
-    end_with_parent(0)  # the launcher holds the other end of this pipe
-    train_rank(spec, world)
-    world.leave()
 
 
 def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> NoReturn:
@@ -88,8 +82,11 @@ def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> No
             "txl train without it"
         )
     if world.is_rank_zero:
-        run_id = os.environ["TORCHELASTIC_RUN_ID"]
-        print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
+        print(
+            f"rank 0 of {world.num_ranks}, started by torchrun "
+            f"(run {os.environ['TORCHELASTIC_RUN_ID']})",
+            flush=True,
+        )
         logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
     try:
         train_rank(spec, world)

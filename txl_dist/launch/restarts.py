@@ -33,8 +33,6 @@ STABLE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RunFailure:
-    """What ended a run."""
-
     error: TxlError
     event: str
     """The failure without advice, for the line about the restart."""
@@ -140,7 +138,6 @@ class RestartBudget:
         return 0.0 if count <= 1 else min(MAX_DELAY_SECONDS, 2.0 ** (count - 2))
 
     def exhausted_error(self, failure: RunFailure, directory: RunDirectory) -> TxlError:
-        """The error after a failure that the budget does not allow."""
         if self.max_restarts == 0:
             return failure.error
         return TxlError(
@@ -167,7 +164,7 @@ class ElasticPlan:
     def __init__(self, ranks: RankRange, *, growth_interval_seconds: float) -> None:
         self.ranks = ranks
         self.num_ranks = 0
-        """Number of ranks of the last start."""
+        """Of the last start."""
         self._growth_interval_seconds = growth_interval_seconds
         self._started_at = self._waiting_since = time.monotonic()
         self._fits_since: float | None = None
@@ -177,27 +174,20 @@ class ElasticPlan:
 
         `room`: ranks that fit now; None if that is not known.
         """
-        if not self.ranks.is_elastic:
+        if not self.ranks.is_elastic or (room or 0) >= self.ranks.maximum:
             return self.ranks.maximum
-        if room is None:
-            return None
-        if room >= self.ranks.maximum:
-            return self.ranks.maximum
-        if time.monotonic() - self._waiting_since < SETTLE_SECONDS:
-            return None
-        return room if room >= self.ranks.minimum else None
+        is_settled = time.monotonic() - self._waiting_since >= SETTLE_SECONDS
+        return room if is_settled and (room or 0) >= self.ranks.minimum else None
 
     def begin(self, num_ranks: int) -> None:
-        """These ranks start now."""
         self.num_ranks = num_ranks
         self._started_at, self._fits_since = time.monotonic(), None
 
     def end(self) -> None:
-        """The ranks have ended, and others will start."""
         self._waiting_since = time.monotonic()
 
     def growth(self, room: int | None) -> str | None:
-        """Why the running ranks should end for a start with more of them; None if they should not.
+        """Why the running ranks should end for a start with more of them, if they should.
 
         Call it often: it measures for how long more ranks would fit.
         """

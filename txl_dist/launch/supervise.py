@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
-from txl_dist.events import EventLog
-from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
+from txl_dist.events import EventLog, parse_event
 from txl_dist.launch.launcher import (
     Event,
     NodeLost,
@@ -45,12 +45,15 @@ from txl_dist.launch.restarts import (
     failure_of,
     is_stop_code,
 )
-from txl_dist.runtime.activity import HangWatch
 from txl_dist.runtime.stop import STOPPING
+from txl_dist.runtime.waiting import HangWatch
 from txl_dist.tracking.process import wait_for_delivery
-from txl_dist.training.spec import SECONDS_TO_END, RunDirectory, TrainSpec
+from txl_dist.training.spec import SECONDS_TO_END, LaunchFiles, RunDirectory, TrainSpec
 
 POLL_SECONDS = 0.1
+STATUS_SECONDS = 5.0
+"""Before the first step line, a status line is printed after this time without output, or after a
+quarter of the time since the start of the ranks, if that is longer."""
 AFTER_FAILURE_SECONDS = 10.0
 """After one rank has failed, the others are killed after this time. They notice the failure at
 their next collective; a rank that does not end by then hangs."""
@@ -74,12 +77,7 @@ def supervise(
     max_restarts: int | None,
     on_line: OnLine,
 ) -> None:
-    """Run to the end. Raises the error that ended it; PreemptedError after a stop signal.
-
-    After a failure that a restart can repair, all ranks are started again from the newest
-    checkpoint, `max_restarts` times without a new checkpoint in between (None: the launcher's
-    default). With a range of `ranks` the run continues with fewer ranks when some are lost.
-    """
+    """See `Launcher.train`."""
     directory = RunDirectory(spec.run_path)
     directory.create()
     # Raises if another run uses the directory, before any process is started.
@@ -109,8 +107,8 @@ def supervise(
 
 
 def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
-    """The number of the newest attempt of this launch. Once another launch has taken over, it stays
-    as it was, so that readers skip what this one writes.
+    """The number of the newest attempt of this launch. It stays as it was once another launch has
+    taken over: readers skip what this one writes.
     """
     folder = directory.path / FOLDER
     known = newest_number(folder)
@@ -124,14 +122,80 @@ def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
     return number
 
 
+class _NewLines:
+    """The lines that are completed in a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[str]:
+        """The lines since the last call."""
+        if not self._path.exists() or self._path.stat().st_size == self._position:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            *lines, incomplete = file.read().split(b"\n")
+            self._position = file.tell() - len(incomplete)
+        return [line.decode(errors="replace") for line in lines]
+
+
+class LaunchOutput:
+    """The lines of a launch, its own and those of rank 0's log.
+
+    Until the first step, a launch names its stages, and is never silent for long:
+
+        starting 2 ranks            by the launcher
+        rank 0 is up                by rank 0, which has imported its libraries
+        all ranks are up: 2 ranks   the process group exists
+        the model is built          with the optimizer
+        first batch                 then the first step begins
+
+    If no line was printed for STATUS_SECONDS, the launcher prints what it waits for.
+    """
+
+    def __init__(self, on_line: OnLine, directory: RunDirectory) -> None:
+        self._on_line = on_line
+        self._log = _NewLines(directory.log(0))
+        self._events = _NewLines(directory.event_log.path)
+        self._began = self._last_print = time.monotonic()
+        self.has_stepped = False
+        """Whether the running ranks have written a step line."""
+
+    def begin_ranks(self) -> None:
+        """The ranks start, for the first time or again."""
+        self._began, self.has_stepped = time.monotonic(), False
+
+    def follow(self) -> None:
+        """Print what rank 0 has logged since the last call, and note how far the ranks are."""
+        for line in self._log.read():
+            self.print(line)
+        for event in map(parse_event, self._events.read()):
+            if event is not None and event.kind in ("start", "first_line"):
+                self.has_stepped = event.kind == "first_line"
+
+    def print_wait(self, waits_for: str) -> None:
+        """Print what the launch waits for, if it was silent for too long."""
+        now = time.monotonic()
+        limit_seconds = max(STATUS_SECONDS, 0.25 * (now - self._began))
+        if not self.has_stepped and now - self._last_print > limit_seconds:
+            self.print(f"waiting {now - self._began:.0f} s for {waits_for}")
+
+    def print(self, line: str) -> None:
+        self._last_print = time.monotonic()
+        try:
+            self._on_line(line)
+        except OSError:  # the terminal or the reader of a pipe is gone; training goes on
+            self._on_line = lambda line: None
+
+
 @dataclass
 class _StartState:
     """What is known about the running ranks; every start of ranks begins with a new one."""
 
     places: dict[int, str] | None = None
-    """Of the ranks that are up; None until they are."""
+    """Of `RanksUp`, as are `nodes`; None until the ranks are up."""
     nodes: frozenset[str] = frozenset()
-    """Their nodes, if a node can be lost."""
     ends: dict[int, RankEnded] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     """Ranks that were killed here, because they had not ended in time."""
@@ -173,26 +237,22 @@ class _Supervisor:
             failure = self._run_ranks(num_ranks)
             if failure is None:
                 return
-            is_change, delay_seconds = False, 0.0
             self.output.follow()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
                 self.spec = self.spec.model_copy(update={"resume": "auto"})
             # Ranks that were asked to end for a change have saved, or died before they could.
             is_planned = isinstance(failure.error, PreemptedError) or failure.can_restart
-            if self._start.change and not self.signals and is_planned:
-                is_change = True
-            else:
+            is_change = bool(self._start.change) and not self.signals and is_planned
+            if not is_change:
                 self._count(failure)
-                delay_seconds = self.budget.delay_seconds
+            delay_seconds = 0.0 if is_change else self.budget.delay_seconds
             self.files.stop.unlink(missing_ok=True)
             self.plan.end()
 
     # --- starting ---------------------------------------------------------------------------------
 
     def _wait_to_start(self, delay_seconds: float) -> int:
-        """The number of ranks to start, as soon as they may. Raises PreemptedError if asked to
-        stop.
-        """
+        """The number of ranks to start, as soon as they may."""
         if delay_seconds:
             self.output.print(f"waiting {delay_seconds:.0f} s before the next start")
         start_at = time.monotonic() + delay_seconds
@@ -220,20 +280,26 @@ class _Supervisor:
     # --- running ----------------------------------------------------------------------------------
 
     def _run_ranks(self, num_ranks: int) -> RunFailure | None:
-        """Start all ranks and wait until they have ended; returns why they failed."""
+        """Start all ranks and wait until they have ended; returns why they have failed."""
         self.output.begin_ranks()
         self.events.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
-        with ExitStack() as stack:
-            self.group.start(self.spec, num_ranks)
-            while self._start.places is None and len(self._start.ends) < num_ranks:
-                self._poll()
-                self._stop_without_ranks()
-            watch = stack.enter_context(HangWatch(self.directory.path))
+        self.group.start(self.spec, num_ranks)
+        while self._start.places is None and len(self._start.ends) < num_ranks:
+            self._poll()
+            self._stop_without_ranks()
+        timeout_seconds = self.spec.config.training.rank_timeout_seconds
+        with HangWatch(self.directory.path) as watch:
             while running := [rank for rank in range(num_ranks) if rank not in self._start.ends]:
-                self._check_stop()
+                if self.signals and not self._start.is_stopping:
+                    self._start.is_stopping = True
+                    self.output.print(STOPPING)
+                    self._ask_to_stop()
                 self._check_change()
                 self._check_failure(running, num_ranks)
-                self._check_hang(watch)
+                hang = watch.hang(timeout_seconds=timeout_seconds)
+                if hang and self._start.deadline == math.inf:
+                    self.output.print(hang)
+                    self._end_within(0.0)
                 self._kill_late(running)
                 self._poll()
         return failure_of(
@@ -289,12 +355,6 @@ class _Supervisor:
                 f"{resume_advice(self.directory.path)}"
             )
 
-    def _check_stop(self) -> None:
-        if self.signals and not self._start.is_stopping:
-            self._start.is_stopping = True
-            self.output.print(STOPPING)
-            self._ask_to_stop()
-
     def _check_change(self) -> None:
         """Ask the ranks to save and end, if others have to start."""
         if self._start.is_stopping or self._start.change or self._start.ends or self.signals:
@@ -328,12 +388,6 @@ class _Supervisor:
             self._end_within(AFTER_FAILURE_SECONDS if is_publishing else AFTER_KILL_SECONDS)
         elif not all(is_stop_code(end.code) for end in failed):
             self._end_within(AFTER_FAILURE_SECONDS)
-
-    def _check_hang(self, watch: HangWatch) -> None:
-        hang = watch.hang(timeout_seconds=self.spec.config.training.rank_timeout_seconds)
-        if hang and self._start.deadline == math.inf:
-            self.output.print(hang)
-            self._end_within(0.0)
 
     def _end_within(self, seconds: float) -> None:
         self._start.deadline = min(self._start.deadline, time.monotonic() + seconds)
@@ -371,9 +425,7 @@ class _Supervisor:
         self._print_restart(f"{failure.event}; {restart}, from {self._describe_resume()}")
 
     def _find_lost_nodes(self) -> bool:
-        """The loss of a node explains the failure of its ranks, which then does not count. Returns
-        whether that has been found now.
-        """
+        """Whether the loss of a node, found now, explains the failure of its ranks."""
         if not self._suspect_nodes & self._lost_nodes or not self.budget.forgive_lost_node():
             return False
         self._suspect_nodes = frozenset()

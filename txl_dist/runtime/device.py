@@ -67,7 +67,6 @@ def deterministic(*, enabled: bool) -> Iterator[None]:
 
 
 TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""The dtype that a precision names."""
 
 
 def autocast(
@@ -83,8 +82,9 @@ def autocast(
     `cache_enabled`: whether a weight is cast once per context, and not once per operation.
     """
     dtype = TORCH_DTYPE[precision]
-    is_enabled = dtype is not torch.float32
-    return torch.autocast(device.type, dtype, enabled=is_enabled, cache_enabled=cache_enabled)
+    return torch.autocast(
+        device.type, dtype, enabled=dtype is not torch.float32, cache_enabled=cache_enabled
+    )
 
 
 def describe_machine(device: torch.device) -> str:
@@ -97,9 +97,8 @@ def describe_machine(device: torch.device) -> str:
     with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as file:
         names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         cpu = next(names, cpu)
-    gib = psutil.virtual_memory().total / 2**30
-    python = platform.python_version()
-    return f"{gpus}{cpu}, {os.cpu_count()} cores, {gib:,.0f} GiB | Python {python}"
+    memory = f"{psutil.virtual_memory().total / 2**30:,.0f} GiB"
+    return f"{gpus}{cpu}, {os.cpu_count()} cores, {memory} | Python {platform.python_version()}"
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""This process: how it was started, its GPUs, its allocator, and the identity of its code.
+"""This process: how it was started, its GPUs, allocator and code, and what it is doing.
 
 Imports no torch, so that commands that need no tensor start quickly.
 """
@@ -7,7 +7,10 @@ import ctypes
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -127,3 +130,78 @@ def code_description() -> str:
     """`txl-dist 0.1.0 (sources 0123456789ab; torch 2.13.0, ...)`, as checkpoints record it."""
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return f"txl-dist {version('txl-dist')} (sources {source_digest()[:12]}; {libraries})"
+
+
+class Span(StrEnum):
+    """A kind of work of the main thread of a rank, which is in exactly one at any moment.
+
+    So the seconds of all spans add up to the time since `Activity.reset`. They are those of the
+    host, from the monotonic clock. GPU kernels run asynchronously: their time is in the span that
+    waits for their results. That is `optimizer`, where the loss and the gradient norm are read;
+    with several ranks DeepSpeed also waits at the end of `backward`.
+    """
+
+    START_UP = "start-up"
+    """Until the end of the first step of this process, which compiles and allocates."""
+    DATA_WAIT = "data wait"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """Contains the reduction of the gradients, and so the wait for slower ranks."""
+    REDUCE = "reduce"
+    """The collective of the step, which sums the losses."""
+    OPTIMIZER = "optimizer"
+    SAVE_WAIT = "save wait"
+    EVALUATION = "evaluation"
+    OTHER = "other"
+    """Everything else in the loop, such as logging."""
+
+
+STEP_SPANS = (Span.FORWARD, Span.BACKWARD, Span.REDUCE, Span.OPTIMIZER)
+
+
+@dataclass(slots=True)
+class Activity:
+    """What a rank is doing. `name` is for messages: `start-up`, `checkpoint of step 12`, ..."""
+
+    name: str = "start-up"
+    span: Span = Span.START_UP
+    num_steps: int = 0
+    """Steps that this process has done since `reset`."""
+    num_collectives: int = 0
+    """Collectives of `World` that this process has begun."""
+    unfinished_seconds: float = 0.0
+    """Of the step in progress, in STEP_SPANS."""
+    _seconds: dict[Span, float] = field(
+        default_factory=lambda: dict.fromkeys(Span, 0.0), repr=False
+    )
+    _since: float = field(default_factory=time.monotonic, repr=False)
+
+    def reset(self) -> None:
+        """Begin with the start-up of a run, at 0 seconds."""
+        self.name, self.span, self.num_steps = "start-up", Span.START_UP, 0
+        self._seconds, self._since = dict.fromkeys(Span, 0.0), time.monotonic()
+        self.unfinished_seconds = 0.0
+
+    def enter(self, span: Span) -> Span:
+        """End the current span and begin `span`; returns the one that has ended."""
+        now = time.monotonic()
+        self._seconds[self.span] += now - self._since
+        if self.span in STEP_SPANS:
+            self.unfinished_seconds += now - self._since
+        previous, self.span, self._since = self.span, span, now
+        return previous
+
+    def end_step(self) -> None:
+        """Call at the end of each step. The first one belongs to the start-up."""
+        self.enter(Span.OTHER)
+        self.unfinished_seconds = 0.0
+        self.num_steps += 1
+        if self.num_steps == 1:
+            for span in STEP_SPANS:
+                self._seconds[Span.START_UP] += self._seconds[span]
+                self._seconds[span] = 0.0
+
+    def seconds(self) -> dict[Span, float]:
+        """Seconds in each span until now."""
+        self.enter(self.span)
+        return self._seconds.copy()

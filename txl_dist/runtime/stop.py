@@ -21,12 +21,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from data_pipeline.system.signals import StopSignals, end_now, print_unbuffered
-
-if TYPE_CHECKING:  # `txl` imports this module first
-    from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.process import Activity
 
 STOPPING = "stopping after this step, then saving; press Ctrl-C again to end now"
 NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"
@@ -57,7 +55,6 @@ class StopRequest:
         return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
 
     def share_by(self, stop_file: Path) -> None:
-        """Use a file that the other ranks use too."""
         self._stop_file = stop_file
         if self._signals:  # has come before there was a file
             self.share()
@@ -77,7 +74,7 @@ class StopDeadline:
     def __init__(
         self,
         stop: StopRequest,
-        activity: "Activity",
+        activity: Activity,
         *,
         grace_seconds: float,
         describe_loss: Callable[[], str],

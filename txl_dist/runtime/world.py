@@ -21,7 +21,7 @@ import torch.distributed as dist
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.errors import ConfigError, DivergedError, LostRankError, TxlError
-from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.process import Activity
 
 T = TypeVar("T")
 
@@ -46,8 +46,7 @@ class World:
                 f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error!r}). They are set by "
                 "torchrun, Ray and `txl train CONFIG --on processes`"
             ) from None
-        rank, num_ranks, local_rank = values
-        return cls(rank, num_ranks, local_rank)
+        return cls(values[0], values[1], values[2])
 
     @property
     def is_rank_zero(self) -> bool:
@@ -108,7 +107,6 @@ class World:
             c10d._set_pg_timeout(limit, group)
 
     def leave(self) -> None:
-        """Destroy the process group, if it exists."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
+from txl_dist.runtime.process import Span
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.batches import Batches, DeviceBatch
 from txl_dist.training.recovery import BadScoreError, Recovery

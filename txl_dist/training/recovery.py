@@ -25,7 +25,7 @@ from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.training_config import EVENT_STEPS
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.runtime.activity import Span
+from txl_dist.runtime.process import Span
 from txl_dist.training.batches import Batches
 from txl_dist.training.report import Observer
 from txl_dist.training.resume import newest_intact

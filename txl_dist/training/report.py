@@ -32,8 +32,8 @@ from txl_dist.events import (
     read_events,
 )
 from txl_dist.model.attention import choose_implementation
-from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine
+from txl_dist.runtime.process import Activity, Span
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, TrainingData

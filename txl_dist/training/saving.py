@@ -23,7 +23,7 @@ from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.checkpoints import CheckpointHeader, Checkpoints, Save
 from txl_dist.checkpoint.copies import CheckpointCopies, Uploader
 from txl_dist.checkpoint.directory import Retention
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Snapshot
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.world import do_on_rank_zero, wait_for_queues
@@ -273,4 +273,4 @@ class RunSaver:
                 # After the rename: Ray restarts with `resume: auto` once this file exists.
                 if self._saved_file:
                     self._saved_file.touch()
-                log.info("checkpoint at step %d | %s", save.step, path)
+                log.info("checkpoint at step %d | %s", save.state["step"], path)

@@ -1,4 +1,4 @@
-"""What a run is given, and where it is stored: TrainSpec and RunDirectory. Imports no torch.
+"""What a run is given, and where it is stored: TrainSpec, RunDirectory and LaunchFiles. Imports no torch.
 
 On one host a lock allows one process. Between hosts, each attempt is recorded with a number, and
 only the newest attempt may change checkpoints (`txl_dist/checkpoint/attempts.py`).
@@ -163,6 +163,37 @@ class RunDirectory:
             os.close(descriptor)
 
 
+class LaunchFiles:
+    """RUN/.launch-ID.*, by which a launcher and its ranks communicate; removed when it ends.
+
+    A launch is one start of a run by a person; all starts of its ranks belong to it. Files, because
+    a stop signal may reach only the launcher or one rank, and every node sees the run directory.
+    """
+
+    def __init__(self, run: Path, launch_id: str) -> None:
+        base = run.resolve() / f".launch-{launch_id}"
+        self.stop = base.with_suffix(".stop")
+        """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
+        self.saved = base.with_suffix(".saved")
+        """Created by rank 0 when this launch has saved its first checkpoint."""
+        self._launcher = base.with_suffix(".launcher")
+        """Locked by the launcher as long as it runs."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For the launcher: hold its lock, and remove the files of this launch at the end.
+
+        Other launches may live although no run uses the directory: their ranks start or restart.
+        """
+        with self._launcher.open("wb") as file:
+            wait_for_lock(file.fileno(), timeout_seconds=1)  # `txl status` may be testing it
+            try:
+                yield
+            finally:
+                for path in (self.stop, self.saved, self._launcher):
+                    path.unlink(missing_ok=True)
+
+
 def begin_attempt(
     spec: TrainSpec, directory: RunDirectory, world: "World", *, run_id: str
 ) -> Attempt:
@@ -183,7 +214,7 @@ def begin_attempt(
             copies = CheckpointCopies(RemotePath(url))
             try:
                 copies.require_run(run_id)
-                numbers.append(newest_number(copies.attempts))
+                numbers.append(newest_number(copies.url / FOLDER))
             except OSError as error:
                 # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
                 if previous is None:

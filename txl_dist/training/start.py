@@ -28,7 +28,11 @@ from data_pipeline.errors import counted
 from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.checkpoint.checkpoints import CheckpointHeader
 from txl_dist.checkpoint.directory import reading
-from txl_dist.checkpoint.reader import check_parameters, load_fragments, load_memory
+from txl_dist.checkpoint.tensors import (
+    check_parameters,
+    load_fragments,
+    load_memory,
+)
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.convert.stored_model import StoredModel

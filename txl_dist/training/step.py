@@ -36,8 +36,8 @@ from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
+from txl_dist.runtime.process import Span
 from txl_dist.runtime.world import World
 from txl_dist.sequence import SequenceReader
 from txl_dist.training.batches import DeviceBatch

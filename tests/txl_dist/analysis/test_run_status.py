@@ -19,7 +19,7 @@ from txl_dist.analysis import run_status
 from txl_dist.analysis.run_status import find_runs, read_status, status_lines
 from txl_dist.errors import ConfigError
 from txl_dist.events import EVENTS
-from txl_dist.runtime.activity import Heartbeat, write_heartbeat
+from txl_dist.runtime.waiting import Heartbeat, write_heartbeat
 from txl_dist.tracking.tracker import STATE, TrackingState
 
 UP = (event("ranks_started"), start(0, num_steps=40), event("first_batch", "first batch"))

@@ -5,17 +5,19 @@ milliseconds.
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.txl_dist.checkpoint.saving import BEST, model, save
-from txl_dist.checkpoint import snapshot
+from txl_dist.checkpoint import tensors
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import load_model, verify_checkpoint
+from txl_dist.checkpoint.tensors import load_model, verify_checkpoint
 
 KILLED = 137
 
@@ -33,20 +35,14 @@ def sweep_score(run: Path) -> None:
     score = {"best": BEST.model_copy(update={"step": 2}).model_dump(mode="json")}
     scored = {**state, **score}
     for kill_at in range(1, 50):
-        child = os.fork()
-        if child == 0:
-            count_down(kill_at)
-            directory.update_state(2, score)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        is_killed = killed_at(kill_at, partial(directory.update_state, 2, score))
         assert verify_checkpoint(directory.at(2)).state in (state, scored)
         directory.open()
         assert not list(directory.at(2).glob(".*"))
-        if code == 0:
+        if not is_killed:
             assert verify_checkpoint(directory.at(2)).state == scored
             assert kill_at > 4
             return
-        assert code == KILLED, code
         directory.update_state(2, state)
     raise AssertionError("the score was never saved")
 
@@ -56,25 +52,19 @@ def sweep_save(run: Path) -> None:
     save(run, step=1)
     seen_new = seen_old = 0
     for kill_at in range(1, 400):
-        child = os.fork()
-        if child == 0:
-            count_down(kill_at)
-            save(run, step=2)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        is_killed = killed_at(kill_at, partial(save, run, step=2))
         newest = CheckpointDirectory(run).steps()[-1]
         assert_intact(run, newest)
-        if code == 0:
+        if not is_killed:
             assert newest == 2
             assert seen_old >= 8
             assert seen_new >= 2
             assert not list(CheckpointDirectory(run).path.glob(".*"))
             print(f"{kill_at - 1} kill points")
             return
-        assert code == KILLED, code
         seen_old, seen_new = seen_old + (newest == 1), seen_new + (newest == 2)
         if newest == 2:  # both are accepted; go back to before the save
-            remove(run, step=2)
+            shutil.rmtree(CheckpointDirectory(run).at(2))
     raise AssertionError("the save never ended")
 
 
@@ -87,11 +77,16 @@ def assert_intact(run: Path, step: int) -> None:
         assert torch.equal(loaded.get_parameter(name), parameter), name
 
 
-def remove(run: Path, step: int) -> None:
-    directory = CheckpointDirectory(run).at(step)
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+def killed_at(kill_at: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a child that is killed before a file operation; whether it had so many."""
+    child = os.fork()
+    if child == 0:
+        count_down(kill_at)
+        work()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, KILLED), code
+    return code == KILLED
 
 
 def count_down(kill_at: int) -> None:
@@ -119,7 +114,7 @@ def count_down(kill_at: int) -> None:
     for name in ("rename", "replace", "mkdir", "unlink", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
     os.fsync = counted(os.fsync)
-    blocks, snapshot._blocks = snapshot._blocks, counted_blocks
+    blocks, tensors._blocks = tensors._blocks, counted_blocks
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.checkpoints import CheckpointHeader, Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.snapshot import Fragment, Snapshot
+from txl_dist.checkpoint.tensors import Fragment, Snapshot
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -51,14 +51,14 @@ def save(
     change: Callable[[str, torch.Tensor], None] = leave,
 ) -> Path:
     """Save a checkpoint whose tensors are a function of `step`, changed by `change`."""
+    state = TrainState(step=step, position=4 * step, best=best)
+    return save_on_one_rank(run, state, snapshot(step, change=change))
+
+
+def save_on_one_rank(run: Path, state: TrainState, tensors: Snapshot) -> Path:
+    """Save as a run of one rank does."""
     directory = CheckpointDirectory(run)
     directory.open()
-    state = TrainState(step=step, position=4 * step, best=best)
-    return save_on_one_rank(directory, state, snapshot(step, change=change))
-
-
-def save_on_one_rank(directory: CheckpointDirectory, state: TrainState, tensors: Snapshot) -> Path:
-    """Save as a run of one rank does."""
     save = Save(
         save_id=uuid.uuid4().hex,
         state=state.model_dump(mode="json"),
@@ -77,12 +77,17 @@ def save_on_one_rank(directory: CheckpointDirectory, state: TrainState, tensors:
 
 def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) -> Snapshot:
     """All tensors of a run on one rank."""
-    fragments = [whole(name, p.detach()) for name, p in model(step).named_parameters()]
+    fragments = fragments_of(step)
     memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
     change("weights", fragments[1].master)
     change("optimizer", fragments[1].states["exp_avg_sq"])
     change("memory", memory_of_lane[1]["state"])
     return Snapshot(fragments, memory_of_lane.items())
+
+
+def fragments_of(step: int) -> list[Fragment]:
+    """Whole parameters, with optimizer states that differ from each other."""
+    return [whole(name, p.detach()) for name, p in model(step).named_parameters()]
 
 
 def model(step: int) -> TransformerXL:
@@ -95,7 +100,6 @@ def memory(step: int, lane: int) -> dict[str, torch.Tensor]:
 
 
 def whole(name: str, parameter: torch.Tensor) -> Fragment:
-    """A whole parameter, with optimizer states that differ from each other."""
     flat = parameter.reshape(-1).clone()
     states = {state: flat * (number + 2) for number, state in enumerate(STATES)}
     return Fragment(name, tuple(parameter.shape), 0, flat, states)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.system import sources
-from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.remote_path import DatasetPath, RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.training_runs import tiny_spec
 from tests.txl_dist.checkpoint.saving import save
@@ -22,7 +22,7 @@ from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord, newest_
 from txl_dist.checkpoint.copies import CheckpointCopies, Uploader, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.tensors import verify_checkpoint
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.training import resume
 from txl_dist.training.resume import Resume
@@ -38,17 +38,12 @@ def _simple(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "require_compatible", lambda *_, **__: None)
 
 
-def uploader_of(
-    run: Path,
-    *,
-    retention: Retention = Retention(keep=2),  # noqa: B008 - frozen
-) -> Uploader:
+def uploader_of(run: Path, *, keep_interval_steps: int | None = None) -> Uploader:
     directory = CheckpointDirectory(run)
-    number = 1 + newest_number(REMOTE.attempts)
-    directory.attempt = Attempt(
-        AttemptRecord.of_this_process(number=number, launch_id="0123"), run / FOLDER
-    )
-    return Uploader(REMOTE, directory, retention)
+    number = 1 + newest_number(REMOTE.url / FOLDER)
+    record = AttemptRecord.of_this_process(number=number, launch_id="0123")
+    directory.attempt = Attempt(record, run / FOLDER)
+    return Uploader(REMOTE, directory, Retention(keep=2, keep_interval_steps=keep_interval_steps))
 
 
 @pytest.fixture
@@ -103,7 +98,7 @@ def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
     assert updated(uploader) == [1, 2, 3, 4, 5]
     new = CheckpointDirectory(tmp_path / "new")
     download_to(new)
-    resumed = uploader_of(new.run, retention=Retention(keep=2, keep_interval_steps=3))
+    resumed = uploader_of(new.run, keep_interval_steps=3)
     resumed.open()
     assert updated(resumed) == [1, 3, 4, 5], "the best, a multiple of 3, the newest two"
     save(new.run, step=6)
@@ -129,7 +124,7 @@ def test_the_manifest_comes_after_all_files_and_the_end_of_a_run_is_no_failure(
     uploader.close()
     may_end.set()
     assert uploader.wait(60)
-    assert REMOTE.complete() == [], "the upload was not completed"
+    assert REMOTE.complete() == [], "it was not completed"
     assert "not completed: the same command continues it" in caplog.text
     assert "Training continues" not in caplog.text
 
@@ -153,40 +148,31 @@ def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
     assert updated(uploader) == [1, 2, 3]
 
 
-def test_the_checkpoints_of_another_run_are_never_removed(uploader: Uploader) -> None:
-    updated(uploader)
-    names = REMOTE.names()
-    set_run_id(names[-1], "abc")
-    REMOTE.require_run("abc")
-    with pytest.raises(ConfigError, match="has checkpoints of another run"):
-        REMOTE.require_run("abd")
-    for name in names:
-        (REMOTE.at(name) / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"all checkpoints at .* are damaged"):
-        REMOTE.require_run("abc")
-    assert REMOTE.names() == names
+def set_run_id(checkpoint: DatasetPath, run_id: str) -> None:
+    owned = load_checkpoint_manifest(checkpoint).model_copy(update={"run_id": run_id})
+    (checkpoint / "manifest.json").write_bytes(owned.to_json())
 
 
-def set_run_id(name: str, run_id: str) -> None:
-    owned = REMOTE.newest_manifest([name]).model_copy(update={"run_id": run_id})
-    (REMOTE.at(name) / "manifest.json").write_bytes(owned.to_json())
-
-
-def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
+def test_a_url_of_another_run_changes_nothing_and_keeps_its_checkpoints(
     uploader: Uploader, tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
     updated(uploader)
-    set_run_id(REMOTE.names()[-1], "abc")
+    names = REMOTE.names()
+    set_run_id(REMOTE.at(names[-1]), "abc")
+    REMOTE.require_run("abc")
     other = CheckpointDirectory(tmp_path / "other")
-    path = save(other.run, step=1)
-    owned = load_checkpoint_manifest(path).model_copy(update={"run_id": "abd"})
-    (path / "manifest.json").write_bytes(owned.to_json())
+    set_run_id(save(other.run, step=1), "abd")
     (other.run / "metrics.jsonl").write_bytes(b"mine\n")
     with pytest.raises(ConfigError, match="has checkpoints of another run"):
         download_to(other)
     assert other.steps() == [1]
     assert (other.run / "metrics.jsonl").read_bytes() == b"mine\n"
+    for name in names:
+        (REMOTE.at(name) / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"all checkpoints at .* are damaged"):
+        REMOTE.require_run("abc")
+    assert REMOTE.names() == names
 
 
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
@@ -280,7 +266,7 @@ def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
 
 
 def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
-    uploader: Uploader, tmp_path: Path
+    uploader: Uploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (3, 4):
         save(tmp_path / "run", step=step)
@@ -296,9 +282,8 @@ def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
         steps.append(step)
         return publish(directory, save_id, step)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointDirectory, "finish", look)
-        download_to(new)
+    monkeypatch.setattr(CheckpointDirectory, "finish", look)
+    download_to(new)
     assert steps == [1, 4], "the newest last: with it, the download counts as complete"
     assert verify_checkpoint(new.at(1)) == verify_checkpoint(old.at(1))
     resumed = uploader_of(new.run)
@@ -326,25 +311,18 @@ def test_updates_that_wait_for_a_slow_store_become_one(
     assert len(num_updates) == 2, "the one in progress, and one for all later ones"
 
 
-def copies_of_two_saves(uploader: Uploader, run: Path) -> str:
-    """Two copies of step 2, as a kill leaves them after step 2 was trained again; LATEST names the
-    second, which is listed first. Returns the id of its save."""
+def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(
+    uploader: Uploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves both after the step was trained again. LATEST names the one listed first."""
     updated(uploader)
-    path = CheckpointDirectory(run).at(2)
+    path = CheckpointDirectory(tmp_path / "run").at(2)
     first = newer = load_checkpoint_manifest(path).save_id
     while newer >= first:
         shutil.rmtree(path)
-        newer = load_checkpoint_manifest(save(run, step=2)).save_id
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uploader, "_prune", lambda _: None)
-        assert updated(uploader) == [1, 2, 2]
-    return newer
-
-
-def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(
-    uploader: Uploader, tmp_path: Path
-) -> None:
-    newer = copies_of_two_saves(uploader, tmp_path / "run")
+        newer = load_checkpoint_manifest(save(tmp_path / "run", step=2)).save_id
+    monkeypatch.setattr(uploader, "_prune", lambda _: None)
+    assert updated(uploader) == [1, 2, 2]
     local = CheckpointDirectory(tmp_path / "new")
     download_to(local)
     assert load_checkpoint_manifest(local.at(2)).save_id == newer

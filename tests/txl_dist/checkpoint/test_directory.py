@@ -20,7 +20,7 @@ from txl_dist.checkpoint.directory import (
     resolve_checkpoint,
     resume_advice,
 )
-from txl_dist.checkpoint.reader import load_model, verify_checkpoint
+from txl_dist.checkpoint.tensors import load_model, verify_checkpoint
 from txl_dist.errors import CheckpointError
 
 

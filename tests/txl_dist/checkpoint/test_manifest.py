@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.system.strict import manifest_bytes
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
-from txl_dist.checkpoint.reader import (
+from txl_dist.checkpoint.tensors import (
     verify_checkpoint,
 )
 from txl_dist.errors import CheckpointError

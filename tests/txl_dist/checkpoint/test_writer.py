@@ -18,20 +18,19 @@ from tests.txl_dist.checkpoint.saving import (
     BEST,
     HEADER,
     NUM_LANES,
+    fragments_of,
     memory,
-    model,
     save,
     save_on_one_rank,
     snapshot,
-    whole,
 )
 from txl_dist.checkpoint import checkpoints as module
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import (
+from txl_dist.checkpoint.tensors import (
+    Snapshot,
     verify_checkpoint,
 )
-from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError
 from txl_dist.training.state import TrainState
 
@@ -100,27 +99,19 @@ def test_changing_the_state_changes_nothing_else(tmp_path: Path) -> None:
     assert verify_checkpoint(path) == before.model_copy(update={"state": before.state | changes})
 
 
-def checkpoints_of(run: Path) -> Checkpoints:
-    return Checkpoints(CheckpointDirectory(run))
-
-
 def one_of_two(rank: int, save_id: str, timeout_seconds: float = 60) -> Save:
     return Save(
-        save_id=save_id,
-        state={"step": 2},
-        rank=rank,
-        num_ranks=2,
-        timeout_seconds=timeout_seconds,
+        save_id=save_id, state={"step": 2}, rank=rank, num_ranks=2, timeout_seconds=timeout_seconds
     )
 
 
 def test_a_missing_rank_is_named_and_its_files_of_another_save_do_not_count(tmp_path: Path) -> None:
     save(tmp_path, step=1)
-    tensors = snapshot(2)
-    checkpoints_of(tmp_path).save(one_of_two(1, "a" * 8), tensors, HEADER)
+    tensors, checkpoints = snapshot(2), Checkpoints(CheckpointDirectory(tmp_path))
+    checkpoints.save(one_of_two(1, "a" * 8), tensors, HEADER)
     with pytest.raises(CheckpointError, match=r"files of rank 1 are missing after .*=0\.1"):
-        checkpoints_of(tmp_path).save(one_of_two(0, "b" * 8, 0.1), tensors, HEADER)
-    assert CheckpointDirectory(tmp_path).steps() == [1]
+        checkpoints.save(one_of_two(0, "b" * 8, 0.1), tensors, HEADER)
+    assert checkpoints.directory.steps() == [1]
 
 
 def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
@@ -128,7 +119,8 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
 ) -> None:
     save(tmp_path, step=1)
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
-    checkpoints, first = checkpoints_of(tmp_path), one_of_two(0, "b" * 8, 0.5)
+    checkpoints = Checkpoints(CheckpointDirectory(tmp_path))
+    first = one_of_two(0, "b" * 8, 0.5)
     checkpoints.write_part(first, snapshot(2))
     growing = checkpoints.directory.staging(first.save_id) / "weights-rank-00001.safetensors"
 
@@ -151,14 +143,12 @@ def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the other rank is not scheduled between the rename of its part and its next call."""
-    CheckpointDirectory(tmp_path).open()
-    checkpoints = checkpoints_of(tmp_path)
+    checkpoints = Checkpoints(CheckpointDirectory(tmp_path))
+    checkpoints.directory.open()
     first, second = (one_of_two(rank, "d" * 8) for rank in (0, 1))
-    fragments = [whole(name, p.detach()) for name, p in model(2).named_parameters()]
-    first_part = Snapshot(fragments, [(lane, memory(2, lane)) for lane in (0, 2)])
+    first_part = Snapshot(fragments_of(2), [(lane, memory(2, lane)) for lane in (0, 2)])
     checkpoints.write_part(first, first_part)
-    replace = Path.replace
-    published = []
+    replace, published = Path.replace, []
 
     def replace_and_publish(path: Path, target: Path) -> Path:
         moved = replace(path, target)
@@ -168,23 +158,19 @@ def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
 
     monkeypatch.setattr(Path, "replace", replace_and_publish)
     checkpoints.write_part(second, Snapshot([], [(1, memory(2, 1))]))
-    assert published == [CheckpointDirectory(tmp_path).at(2)]
+    assert published == [checkpoints.directory.at(2)]
     assert verify_checkpoint(published[0]).rank_of_lane == (0, 1, 0)
 
 
 def test_a_snapshot_does_not_change_with_its_originals(tmp_path: Path) -> None:
     memory_of_lane = {lane: memory(3, lane) for lane in range(NUM_LANES)}
-    fragments = [whole(name, p.detach()) for name, p in model(3).named_parameters()]
+    fragments = fragments_of(3)
     copy = Snapshot(fragments, memory_of_lane.items())
-    for fragment in fragments:
-        for tensor in (fragment.master, *fragment.states.values()):
-            tensor.zero_()
+    for each in fragments:
+        torch._foreach_zero_([each.master, *each.states.values()])
     for tensors in memory_of_lane.values():
-        for tensor in tensors.values():
-            tensor.zero_()
-    directory = CheckpointDirectory(tmp_path)
-    directory.open()
-    path = save_on_one_rank(directory, TrainState(step=3), copy)
+        torch._foreach_zero_(list(tensors.values()))
+    path = save_on_one_rank(tmp_path, TrainState(step=3), copy)
     other = save(tmp_path / "other", step=3)
     for name, entry in verify_checkpoint(path).files.items():
         assert verify_checkpoint(other).files[name] == entry

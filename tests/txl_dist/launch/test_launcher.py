@@ -28,13 +28,12 @@ def test_an_unknown_name_is_rejected_with_the_installed_ones() -> None:
             find_launcher(on)
 
 
-def test_a_number_is_fixed_and_a_range_is_elastic() -> None:
-    assert RankRange.parse("4") == RankRange(4, 4)
-    assert not RankRange.parse("4").is_elastic
-    assert RankRange.parse("2:8") == RankRange(2, 8)
-    assert RankRange.parse("2:8").is_elastic
-    assert str(RankRange(2, 8)) == "2:8"
-    assert str(RankRange(3, 3)) == "3"
+@pytest.mark.parametrize(("text", "low", "high"), [("4", 4, 4), ("2:8", 2, 8)])
+def test_a_number_is_fixed_and_a_range_is_elastic(text: str, low: int, high: int) -> None:
+    ranks = RankRange.parse(text)
+    assert ranks == RankRange(low, high)
+    assert ranks.is_elastic == (low < high)
+    assert str(ranks) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:2", "-1", "2:", ":2", "3:2", "1:2:3", "two", "٢"])

@@ -1,13 +1,13 @@
 """Which failure ended a run, whether a restart can repair it, and how many restarts there are."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import Clock
 from txl_dist.errors import (
     ConfigError,
     DivergedError,
@@ -153,17 +153,6 @@ def test_lost_nodes_do_not_use_up_restarts_until_a_checkpoint_but_have_a_limit()
 # --- how many start -------------------------------------------------------------------------------
 
 INTERVAL_SECONDS = 100.0
-
-
-class Clock:
-    now = 500.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    return clock
 
 
 def plan(low: int, high: int) -> ElasticPlan:

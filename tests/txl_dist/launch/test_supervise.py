@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.system.files import is_locked
+from tests.conftest import Clock
 from tests.support.training_runs import TINY
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
-from txl_dist.launch import launch_files, restarts
+from txl_dist.launch import restarts
 from txl_dist.launch import supervise as module
-from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import (
     Event,
     Launcher,
@@ -26,7 +27,7 @@ from txl_dist.launch.launcher import (
     RanksUp,
     Room,
 )
-from txl_dist.training.spec import RunDirectory, TrainSpec
+from txl_dist.training.spec import LaunchFiles, RunDirectory, TrainSpec
 
 Script = Iterator[list[Event]]
 """The events of one start of ranks, one list per poll."""
@@ -56,13 +57,8 @@ class ScriptedGroup(Launcher):
         self._starts = iter(starts)
         self._script: Script = iter(())
         selected = RankRange.parse(ranks)
-        self.train(
-            self.spec,
-            num_ranks=selected.maximum,
-            min_ranks=selected.minimum,
-            on_line=self.lines.append,
-            max_restarts=max_restarts,
-        )
+        numbers = {"num_ranks": selected.maximum, "min_ranks": selected.minimum}
+        self.train(self.spec, **numbers, on_line=self.lines.append, max_restarts=max_restarts)
         assert next(self._starts, None) is None
         return self.numbers
 
@@ -96,8 +92,17 @@ class ScriptedGroup(Launcher):
         self.directory.event_log.write("first_line", "first step line", step=step)
         with self.directory.log(0).open("a") as log:
             log.write(f"12:00:00 step {step} | loss 1.0\n")
-        while not any(f" step {step} " in line for line in self.lines):
+        yield from self.until(lambda: any(f" step {step} " in line for line in self.lines))
+
+    def until(self, condition: Callable[[], bool]) -> Script:
+        while not condition():
             yield []
+
+    def asked_to_stop(self, num_ranks: int) -> Script:
+        """A signal reaches the launcher, which asks the ranks to stop."""
+        yield from self.up(num_ranks, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from self.until(self.files.stop.exists)
 
     def finish(self, num_ranks: int) -> Script:
         yield from self.up(num_ranks, step=20)
@@ -111,8 +116,7 @@ class ScriptedGroup(Launcher):
     def save_on_request(self, num_ranks: int, *, step: int) -> Script:
         """The ranks train until they are asked to stop, then they save."""
         yield from self.up(num_ranks, step=step)
-        while not self.files.stop.exists():
-            yield []
+        yield from self.until(self.files.stop.exists)
         self.directory.checkpoints.at(step).mkdir(parents=True)
         yield [RankEnded(rank, 75, PreemptedError("saved")) for rank in range(num_ranks)]
 
@@ -175,8 +179,7 @@ def test_ranks_that_do_not_follow_a_failed_one_are_killed(
     def die(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, -signal.SIGKILL)]
-        while group.killed != {0}:
-            yield []
+        yield from group.until(lambda: group.killed == {0})
         yield [RankEnded(0, -signal.SIGKILL)]
 
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]
@@ -193,8 +196,7 @@ def test_killed_ranks_that_never_end_are_given_up(
     def die(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, None)]
-        while True:
-            yield []
+        yield from group.until(lambda: False)
 
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]
 
@@ -248,8 +250,7 @@ def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(
     def die(num_ranks: int) -> Script:
         group.news = [preempted("10.0.0.2")]
         yield from group.up(num_ranks, step=9)
-        while not group.files.stop.exists():
-            yield []
+        yield from group.until(group.files.stop.exists)
         group.news = []
         yield [RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
 
@@ -319,11 +320,8 @@ def test_a_run_that_ends_during_a_change_is_finished(group: ScriptedGroup) -> No
 
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(group: ScriptedGroup) -> None:
     def hang(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while group.killed != {0, 1}:
-            yield []
-        assert group.files.stop.exists()
+        yield from group.asked_to_stop(num_ranks)
+        yield from group.until(lambda: group.killed == {0, 1})
         yield [RankEnded(rank, None) for rank in range(num_ranks)]
 
     with pytest.raises(PreemptedError, match="before all ranks had saved"):
@@ -332,10 +330,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(group: Scripte
 
 def test_ranks_that_die_after_a_stop_request_are_not_success(group: ScriptedGroup) -> None:
     def die(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not group.files.stop.exists():
-            yield []
+        yield from group.asked_to_stop(num_ranks)
         yield [RankEnded(rank, None) for rank in range(num_ranks)]
 
     with pytest.raises(PreemptedError, match="before all ranks had saved"):
@@ -346,8 +341,7 @@ def test_a_request_that_only_one_rank_got_stops_all(group: ScriptedGroup) -> Non
     def stop(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, 75, PreemptedError("saved"))]
-        while not group.files.stop.exists():
-            yield []
+        yield from group.until(group.files.stop.exists)
         yield [RankEnded(0, 75, PreemptedError("saved"))]
 
     with pytest.raises(PreemptedError, match="saved"):
@@ -357,8 +351,7 @@ def test_a_request_that_only_one_rank_got_stops_all(group: ScriptedGroup) -> Non
 def test_a_request_before_the_ranks_are_up_ends_the_launch(group: ScriptedGroup) -> None:
     def wait(num_ranks: int) -> Script:
         os.kill(os.getpid(), signal.SIGTERM)
-        while True:
-            yield []
+        yield from group.until(lambda: False)
 
     with pytest.raises(PreemptedError, match="no rank was training"):
         group.run(wait)
@@ -366,10 +359,7 @@ def test_a_request_before_the_ranks_are_up_ends_the_launch(group: ScriptedGroup)
 
 def test_a_group_that_is_lost_after_a_stop_request_has_stopped(group: ScriptedGroup) -> None:
     def lose_head(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not group.files.stop.exists():
-            yield []
+        yield from group.asked_to_stop(num_ranks)
         raise TxlError("the head of the Ray cluster does not respond")
 
     with pytest.raises(PreemptedError, match="stopped on request, but the head of the Ray"):
@@ -377,21 +367,34 @@ def test_a_group_that_is_lost_after_a_stop_request_has_stopped(group: ScriptedGr
 
 
 def test_a_status_is_due_after_a_silence_until_the_first_step_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock
 ) -> None:
-    clock, lines = 100.0, []
-    monkeypatch.setattr(launch_files.time, "monotonic", lambda: clock)
+    lines: list[str] = []
     directory = RunDirectory(tmp_path)
-    output = launch_files.LaunchOutput(lines.append, directory)
+    output = module.LaunchOutput(lines.append, directory)
     output.begin_ranks()
-    for silence_seconds in (6, 6, 60, 25, launch_files.STATUS_SECONDS + 1):
+    for silence_seconds in (6, 6, 60, 25, module.STATUS_SECONDS + 1):
         output.print_wait("Ray")
-        clock += silence_seconds
+        clock.now += silence_seconds
         output.print_wait("Ray")
     # The longer it takes, the rarer the lines.
     assert lines == [f"waiting {seconds} s for Ray" for seconds in (6, 12, 72, 97)]
     directory.event_log.write("first_line", "first step line", step=1)
     output.follow()
-    clock += 1000
+    clock.now += 1000
     output.print_wait("Ray")
     assert len(lines) == 4
+
+
+def test_a_launch_removes_its_own_files_and_no_others(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "my.launch-notes.txt", ".launch-01234.stop"):
+        (tmp_path / name).touch()
+    others, files = set(tmp_path.iterdir()), LaunchFiles(tmp_path, "0123")
+    with files.held():
+        files.stop.touch()
+        files.saved.touch()
+        with LaunchFiles(tmp_path, "other").held():
+            pass
+        assert files.stop.exists()
+        assert is_locked(tmp_path / ".launch-0123.launcher"), "how txl status finds the launcher"
+    assert set(tmp_path.iterdir()) == others

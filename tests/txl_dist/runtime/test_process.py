@@ -1,4 +1,6 @@
-"""Ranks of torchrun are recognised, freed host memory is used again, threads spin briefly."""
+"""Ranks of torchrun are recognised, freed host memory is used again, threads spin briefly, and the
+spans of a rank add up to its time.
+"""
 
 import os
 import subprocess
@@ -9,18 +11,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.conftest import Clock
 from tests.support.training_runs import TINY
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.process import SPIN_COUNT, TORCHRUN_VARIABLES, is_torchrun, without_torchrun
+from txl_dist.runtime.process import (
+    SPIN_COUNT,
+    STEP_SPANS,
+    TORCHRUN_VARIABLES,
+    Activity,
+    Span,
+    is_torchrun,
+    without_torchrun,
+)
 
-LEFTOVER = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "LOCAL_RANK": "1",
-}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+LEFTOVER = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **ADDRESS}
 COMPLETE = {**LEFTOVER, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-run"}
 
 
@@ -58,11 +64,7 @@ def test_variables_left_in_the_shell_are_ignored(
     ],
 )
 def test_options_that_contradict_torchrun_are_rejected(
-    dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    named: str,
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], named: str
 ) -> None:
     for name, value in COMPLETE.items():
         monkeypatch.setenv(name, value)
@@ -132,3 +134,43 @@ def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise(
     command = [sys.executable, "-c", LOAD_OPENMP]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
+
+
+# --- activity -------------------------------------------------------------------------------------
+
+
+def do(activity: Activity, clock: Clock, *spans: tuple[Span, float]) -> None:
+    for span, seconds in spans:
+        activity.enter(span)
+        clock.now += seconds
+
+
+def test_nested_spans_are_counted_once(clock: Clock) -> None:
+    activity = Activity()
+    activity.reset()
+    do(activity, clock, (Span.EVALUATION, 5))
+    outer = activity.enter(Span.SAVE_WAIT)
+    clock.now += 3
+    activity.enter(outer)
+    clock.now += 2
+    seconds = activity.seconds()
+    assert (seconds[Span.EVALUATION], seconds[Span.SAVE_WAIT]) == (7, 3)
+    assert sum(seconds.values()) == 10
+
+
+def test_only_the_first_step_is_a_part_of_the_start_up(clock: Clock) -> None:
+    activity, start = Activity(), clock.now
+    activity.reset()
+    clock.now += 4
+    for number, forward_seconds in ((1, 50), (2, 3), (3, 3)):
+        do(activity, clock, (Span.DATA_WAIT, 1), (Span.FORWARD, forward_seconds), (Span.REDUCE, 2))
+        activity.end_step()
+        assert activity.num_steps == number
+    seconds = activity.seconds()
+    assert seconds[Span.START_UP] == 4 + 50 + 2
+    assert sum(seconds[span] for span in STEP_SPANS) == 2 * (3 + 2)
+    assert seconds[Span.DATA_WAIT] == 3
+    assert sum(seconds.values()) == clock.now - start
+
+    activity.reset()
+    assert (activity.num_steps, sum(activity.seconds().values())) == (0, 0)

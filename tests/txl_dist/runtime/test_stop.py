@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import wait_until
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.runtime import stop as module
-from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.process import Activity
 from txl_dist.runtime.stop import StopDeadline, StopRequest
 from txl_dist.training.rank import describe_loss
 

@@ -1,7 +1,10 @@
-"""A rank that waits long for the other ranks logs a warning with the name of the collective."""
+"""A rank that waits long for the other ranks logs the collective and who is late; heartbeats name
+the rank that others wait for, and show a launcher when all ranks hang.
+"""
 
 import logging
 import re
+import shutil
 import socket
 import threading
 import time
@@ -16,16 +19,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import Clock
 from tests.support.commands import wait_until
 from tests.support.gloo_ranks import RankGroups
-from txl_dist.runtime import waiting
-from txl_dist.runtime.activity import Activity, Heartbeat, Span, read_heartbeats
+from txl_dist.runtime import waiting as module
+from txl_dist.runtime.process import Activity, Span
 from txl_dist.runtime.waiting import (
     GPU_WAIT,
+    MAX_NAMED,
+    NUM_READERS,
     CollectiveWatch,
+    HangWatch,
+    Heartbeat,
+    Peers,
     collective_name,
     frames_of,
     innermost_calls,
+    read_heartbeats,
+    remove_heartbeat,
+    write_heartbeat,
 )
 from txl_dist.runtime.world import World
 
@@ -144,25 +156,12 @@ def test_on_a_gpu_a_call_that_waits_for_a_result_counts_as_a_collective(tmp_path
         assert collective_name(frames) is None
 
 
-@pytest.mark.parametrize(
-    ("frames", "name"),
-    [
-        ([("txl_dist/runtime/world.py", 1, "all_gather")], None),
-        ([], None),
-        (
-            [
-                ("txl_dist/runtime/world.py", 1, "all_gather"),
-                ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
-                ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather"),
-            ],
-            "all_gather_object",
-        ),
-    ],
-)
-def test_a_stack_names_its_outermost_collective(
-    frames: list[tuple[str, int, str]], name: str | None
-) -> None:
-    assert collective_name(frames) == name
+def test_a_stack_names_its_outermost_collective() -> None:
+    ours, torchs = "txl_dist/runtime/world.py", "torch/distributed/distributed_c10d.py"
+    frames = [(ours, 1, "all_gather"), (torchs, 1, "all_gather_object"), (torchs, 1, "all_gather")]
+    assert collective_name(frames) == "all_gather_object"
+    assert collective_name(frames[:1]) is None
+    assert collective_name([]) is None
 
 
 def test_the_watch_ends_with_its_context(tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_a_long_evaluation_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 says how far it is; nothing else is repeated."""
-    monkeypatch.setattr(waiting, "EVALUATION_SECONDS", 0.01)
+    monkeypatch.setattr(module, "EVALUATION_SECONDS", 0.01)
     caplog.set_level(logging.INFO)
     activities = [Activity(name="evaluation", span=Span.EVALUATION) for _ in range(2)]
     activities[1].name = "evaluation of rank 1"
@@ -199,3 +198,143 @@ def test_a_running_frame_without_a_line_number_is_read() -> None:
     frames = frames_of(frame)
     assert frames == [("loop.py", 0, "run")]
     assert collective_name(frames) is None
+
+
+# --- heartbeats -----------------------------------------------------------------------------------
+
+BEAT_SECONDS = 5.0
+
+
+def beat(rank: int, number: int, *, collective: str | None = None, pid: int = 70) -> Heartbeat:
+    return Heartbeat(
+        rank=rank,
+        host="a",
+        pid=pid + rank,
+        number=number,
+        time=1e9 - number,  # a wall clock that runs backwards has no effect
+        activity="step 12",
+        span="data wait",
+        collective=collective,
+        seconds=6.0,
+        stack=("txl_dist/training/loop.py:7 in _next_segment",),
+    )
+
+
+def write(run: Path, *beats: Heartbeat) -> None:
+    for each in beats:
+        write_heartbeat(run, each)
+
+
+def peers_of(run: Path, *, rank: int = 0, num_ranks: int = 3) -> Peers:
+    return Peers(run, rank=rank, num_ranks=num_ranks, beat_seconds=BEAT_SECONDS)
+
+
+def test_a_rank_whose_heartbeat_stops_is_named_and_not_the_busy_one(
+    tmp_path: Path, clock: Clock
+) -> None:
+    peers = peers_of(tmp_path)
+    for number in range(5):
+        write(tmp_path, beat(1, number), beat(2, 9, collective="all_reduce"))
+        peers.read("step 12")
+        clock.now += BEAT_SECONDS
+    assert peers.describe("step 12") == (
+        "rank 2 (host a, pid 72) has not responded for 20 s (last in step 12, data wait)"
+    )
+
+
+def test_a_busy_rank_is_named_with_its_work_and_never_as_silent(
+    tmp_path: Path, clock: Clock
+) -> None:
+    peers = peers_of(tmp_path)
+    for number in range(100):
+        write(tmp_path, beat(1, number), beat(2, number, collective="all_reduce"))
+        peers.read("step 12")
+        clock.now += 2 * BEAT_SECONDS
+        assert peers.describe("step 12") == (
+            "rank 1 (host a, pid 71) has been in step 12, data wait for 6 s: "
+            "txl_dist/training/loop.py:7 in _next_segment"
+        )
+
+
+def test_a_restarted_rank_responds_even_if_its_number_is_the_same(
+    tmp_path: Path, clock: Clock
+) -> None:
+    peers = peers_of(tmp_path, num_ranks=2)
+    for pid in range(10):
+        write(tmp_path, beat(1, 1, pid=pid))
+        peers.read("step 12")
+        clock.now += 2 * BEAT_SECONDS
+    assert "has not responded" not in peers.describe("step 12")
+
+
+def test_what_was_read_in_another_activity_is_not_reported(tmp_path: Path) -> None:
+    """A rank that is killed later must not be described by an old heartbeat."""
+    write(tmp_path, beat(1, 1))
+    peers = peers_of(tmp_path, num_ranks=2)
+    assert peers.describe("step 12") == ""
+    peers.read("step 12")
+    assert peers.describe("step 13") == ""
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"rank": 1', b"[1]", b"\xff\xfe"])
+def test_a_missing_or_damaged_heartbeat_is_no_error(tmp_path: Path, content: bytes | None) -> None:
+    peers = peers_of(tmp_path, num_ranks=2)
+    if content is not None:
+        (tmp_path / ".heartbeats").mkdir()
+        (tmp_path / ".heartbeats" / "rank-1.json").write_bytes(content)
+    peers.read("step 12")
+    assert peers.describe("step 12") == "rank 1 has no heartbeat"
+
+
+def test_messages_and_reads_are_bounded_for_many_ranks(tmp_path: Path) -> None:
+    first = peers_of(tmp_path, num_ranks=40)
+    first.read("step 12")
+    assert first.describe("step 12").endswith(f"and {39 - MAX_NAMED} more ranks")
+    last = peers_of(tmp_path, rank=39, num_ranks=40)
+    last.read("step 12")
+    assert last.describe("step 12").endswith(f"and {NUM_READERS - MAX_NAMED} more ranks")
+
+
+def test_a_run_directory_that_cannot_be_written_has_no_effect() -> None:
+    run = Path("/dev/null/run")
+    write_heartbeat(run, beat(0, 1))
+    remove_heartbeat(run, 0)
+    assert read_heartbeats(run) == {}
+
+
+POLL_SECONDS = 0.02
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANG_POLL_SECONDS", POLL_SECONDS)
+    monkeypatch.setattr(module, "MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "START_SECONDS", 50 * POLL_SECONDS)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_ranks_hang_when_none_of_them_changes_its_heartbeat(tmp_path: Path) -> None:
+    write(tmp_path, beat(0, 9))  # left by a killed process
+    limit_seconds = 5 * POLL_SECONDS
+    with HangWatch(tmp_path) as watch:
+        time.sleep(10 * POLL_SECONDS)
+        assert watch.hang(timeout_seconds=limit_seconds) is None, "they may take longer to start"
+        for rank in (0, 1):
+            write(tmp_path, beat(rank, 1))
+        wait_until(lambda: watch.hang(timeout_seconds=limit_seconds) is not None)
+        hang = watch.hang(timeout_seconds=limit_seconds)
+        assert hang is not None
+        assert hang.endswith(
+            "rank 0 (host a, pid 70) in step 12, data wait; "
+            "rank 1 (host a, pid 71) in step 12, data wait"
+        )
+        shutil.rmtree(tmp_path / ".heartbeats")  # by somebody who cleans up
+        write(tmp_path, beat(1, 2))
+        wait_until(lambda: watch.hang(timeout_seconds=limit_seconds) is None)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_ranks_that_never_begin_hang(tmp_path: Path) -> None:
+    write(tmp_path, beat(0, 9))  # left by a killed process
+    with HangWatch(tmp_path) as watch:
+        wait_until(lambda: watch.hang(timeout_seconds=0.0) == "no rank has begun within 1 s")

@@ -20,7 +20,7 @@ from tests.support.training_runs import NO_EVALUATION, refusal, score_of_step, t
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, ConfigError, TxlError

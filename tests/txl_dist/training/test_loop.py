@@ -30,7 +30,7 @@ from tests.support.training_runs import (
     tiny_spec,
     train,
 )
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World

@@ -25,8 +25,7 @@ from txl_dist.analysis.run_report import read_run, run_page
 from txl_dist.analysis.run_status import read_status, status_lines
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_fragments, load_model
-from txl_dist.checkpoint.snapshot import Fragment
+from txl_dist.checkpoint.tensors import Fragment, load_fragments, load_model
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.config_file import load_run_config as load_plain
 from txl_dist.convert.hub import write_for_transformers

@@ -14,7 +14,7 @@ from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, ti
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.events import EventLog
-from txl_dist.runtime.activity import Span
+from txl_dist.runtime.process import Span
 from txl_dist.training.data import TrainingData
 from txl_dist.training.report import Report, step_line
 from txl_dist.training.state import LastUpdate, TrainState

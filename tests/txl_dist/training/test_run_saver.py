@@ -18,8 +18,7 @@ import pytest
 from tests.txl_dist.checkpoint.saving import HEADER, NUM_LANES, memory, model, whole
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
-from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Snapshot, verify_checkpoint
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError, TxlError
 from txl_dist.runtime import world as world_module

@@ -24,8 +24,7 @@ from tests.support.training_runs import (
 )
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
-from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Snapshot, verify_checkpoint
 from txl_dist.errors import TxlError
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World

@@ -1,7 +1,6 @@
 """DeepSpeed ZeRO behind one interface; nothing outside this package imports deepspeed.
 
-    interface.py        Engine: what training calls, and what all stages have in common
-    stages.py           what differs between ZeRO stages
+    stages.py           Engine: what training calls, and what differs between ZeRO stages
     optimizers.py       the optimizers, their groups of parameters, the average of the weights
     deepspeed_setup.py  DeepSpeed's configuration, from ours, and what is changed in it, and why
 
@@ -12,18 +11,18 @@ docs/decisions/0003-deepspeed-by-its-fragments.md.
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Decision, Engine
 from txl_dist.training.engine.optimizers import freeze
-from txl_dist.training.engine.stages import Stage0Engine, Stage3Engine, Stage12Engine
+from txl_dist.training.engine.stages import (
+    Decision,
+    Engine,
+    Stage0Engine,
+    Stage3Engine,
+    Stage12Engine,
+)
 
 __all__ = ["Decision", "Engine", "create_engine"]
 
-_ENGINES: dict[int, type[Engine]] = {
-    0: Stage0Engine,
-    1: Stage12Engine,
-    2: Stage12Engine,
-    3: Stage3Engine,
-}
+_ENGINES: tuple[type[Engine], ...] = (Stage0Engine, Stage12Engine, Stage12Engine, Stage3Engine)
 
 
 def create_engine(model: TransformerXL, config: RunConfig, world: World, **shape: int) -> Engine:

@@ -40,7 +40,6 @@ def deepspeed_settings(
     """The dict for `deepspeed.initialize`."""
     stage = config.deepspeed.computed_stage(num_ranks=num_ranks, on_gpu=on_gpu)
     clips_itself = stage == 0 and num_ranks == 1  # Stage0Engine knows the norm
-    on_host = OFFLOADED[config.deepspeed.offload]
     # Validated in config/training_config.py. `reduction` has `zero_optimization`.
     extra: dict[str, Any] = {
         name: value for name, value in config.deepspeed.extra.items() if name != "zero_optimization"
@@ -53,7 +52,10 @@ def deepspeed_settings(
         "gradient_clipping": 0.0 if clips_itself else config.optimizer.gradient_clipping,
         "zero_optimization": {
             "stage": stage,
-            **{section: {"device": "cpu", "pin_memory": on_gpu} for section in on_host},
+            **{
+                section: {"device": "cpu", "pin_memory": on_gpu}
+                for section in OFFLOADED[config.deepspeed.offload]
+            },
             **config.deepspeed.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu),
         },
         # Set here because DeepSpeed disables an autocast context around its engine. Gradients of

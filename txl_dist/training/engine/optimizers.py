@@ -11,14 +11,13 @@ call imports the compiler: 1.6 s of CPU time at every start of a rank.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn, optim
 
-from txl_dist.checkpoint.snapshot import AVERAGE
+from txl_dist.checkpoint.tensors import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
@@ -55,7 +54,7 @@ class EagerOptimizer(optim.Optimizer):
     zero_grad = inspect.unwrap(optim.Optimizer.zero_grad)
 
 
-# torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first start.
+# torch's: DeepSpeed's variants compile for about a minute at the first start.
 class Adam(EagerOptimizer, optim.Adam):
     """`torch.optim.Adam`, one kernel for all parameters."""
 
@@ -65,13 +64,8 @@ class Adam(EagerOptimizer, optim.Adam):
         super().__init__(params, fused=True, **adam)
 
 
-class AdamW(EagerOptimizer, optim.AdamW):
-    """`torch.optim.AdamW`, one kernel for all parameters."""
-
-    step = torch.no_grad()(inspect.unwrap(optim.AdamW.step))
-
-    def __init__(self, params: list[dict[str, Any]], **adam: Any) -> None:
-        super().__init__(params, fused=True, **adam)
+class AdamW(Adam, optim.AdamW):
+    """`torch.optim.AdamW`, which has torch's `Adam.step` too."""
 
 
 class Lamb(EagerOptimizer):
@@ -143,47 +137,35 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FlatMatrices:
     """A group of matrices in one flat tensor, of which each rank has an equal part."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    """Offset of each matrix in the whole flat tensor."""
-    rank: int
-    all_gather: Callable[[Tensor], Tensor]
-    """The parts of all ranks, in one flat tensor."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         shapes: Iterable[tuple[int, ...]],
         offsets: Iterable[int],
         *,
         num_stacked: int,
         rank: int,
         all_gather: Callable[[Tensor], Tensor],
-    ) -> Self:
-        """Of weights that are `num_stacked` matrices each."""
-        cut = [
+    ) -> None:
+        """Of weights of these shapes, which are `num_stacked` matrices each, at these offsets in
+        the whole flat tensor. `all_gather` returns the parts of all ranks in one flat tensor.
+        """
+        self._rank, self._all_gather = rank, all_gather
+        self._matrices = [
             ((rows // num_stacked, columns), offset + number * rows * columns // num_stacked)
             for (rows, columns), offset in zip(shapes, offsets, strict=True)
             for number in range(num_stacked)
         ]
-        return cls(
-            shapes=tuple(shape for shape, _ in cut),
-            offsets=tuple(offset for _, offset in cut),
-            rank=rank,
-            all_gather=all_gather,
-        )
 
     def orthogonalised(self, part: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """This rank's part of the update. Collective. Padding between matrices becomes 0."""
-        whole = self.all_gather(part)
-        start = self.rank * part.numel()
+        whole = self._all_gather(part)
+        start = self._rank * part.numel()
         own = [
             (shape, offset)
-            for shape, offset in zip(self.shapes, self.offsets, strict=True)
+            for shape, offset in self._matrices
             if start < offset + math.prod(shape) and offset < start + part.numel()
         ]
         results = all_orthogonalised(
@@ -317,10 +299,9 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     The projections of narrow embeddings are matrices. Tables, the softmax's weights and cluster
     weights (one vector per token or cluster), position biases, LayerNorms and biases are not.
     """
-    projections = (
+    return hidden_matrices(model) | {
         name for name, _ in model.named_parameters() if name.split(".")[-2:-1] == ["projections"]
-    )
-    return hidden_matrices(model) | frozenset(projections)
+    }
 
 
 def _role(name: str, hidden: frozenset[str]) -> Role:
@@ -390,11 +371,10 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
 
 def states_by_name(
     model: TransformerXL, groups: list[dict[str, Any]]
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, names of its optimizer states) of every parameter; none of a frozen one."""
+) -> dict[str, tuple[str, ...]]:
+    """The names of the optimizer states of every parameter; none of a frozen one."""
     states = {id(p): group["states"] for group in groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        yield name, states.get(id(parameter), ())
+    return {name: states.get(id(p), ()) for name, p in model.named_parameters()}
 
 
 def averaging_weight(config: OptimizerConfig, step: int) -> float:
@@ -424,8 +404,11 @@ def create_optimizer(
     `precision`: that of the run, and on GPUs of the optimizer's matrix products.
     """
     create: Any = OPTIMIZERS[config.name]
-    betas = config.beta1, config.beta2
-    groups = parameter_groups(model, config)
-    optimizer: EagerOptimizer = create(groups, lr=config.lr, betas=betas, eps=config.eps)
+    optimizer: EagerOptimizer = create(
+        parameter_groups(model, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
     optimizer.product_dtype = TORCH_DTYPE[precision]
     return optimizer

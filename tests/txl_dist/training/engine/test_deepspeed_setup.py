@@ -33,28 +33,64 @@ def config_with(*, gradient_clipping: float = 0.25, **deepspeed: Any) -> RunConf
     )
 
 
-@pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (3, True)])
-def test_on_gpus_gradients_are_reduced_in_small_buckets(stage: int, overlaps: bool) -> None:
-    settings = deepspeed_settings(config_with(zero_stage=stage), **ON_GPU)
-    assert settings["zero_optimization"] == {
-        "stage": stage, "overlap_comm": overlaps, "reduce_bucket_size": 25_000_000,
-    }  # fmt: skip
-    extra = {"zero_optimization": {"overlap_comm": "ours"}}
-    settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **ON_GPU)
-    assert settings["zero_optimization"]["overlap_comm"] == "ours"
+BUCKETS = {"overlap_comm": False, "reduce_bucket_size": 25_000_000}
+BUCKET_11 = {"extra": {"zero_optimization": {"reduce_bucket_size": 11}}}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_one_gpu_has_nothing_to_overlap_and_does_not_wait_for_it(stage: int) -> None:
-    config = config_with(zero_stage=stage, extra={"wall_clock_breakdown": True})  # keeps stage 1
-    settings = deepspeed_settings(config, **ON_GPU | {"num_ranks": 1})
-    assert settings["zero_optimization"]["overlap_comm"] is False
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "on_gpu", "options", "expected"),
+    [
+        # On GPUs gradients are reduced in small buckets, with an overlap where that is faster.
+        (0, 3, True, {}, {"stage": 0}),
+        (1, 3, True, {}, BUCKETS | {"stage": 1, "overlap_comm": True}),
+        (2, 3, True, {}, BUCKETS | {"stage": 2}),
+        (3, 3, True, {}, BUCKETS | {"stage": 3, "overlap_comm": True}),
+        (1, 3, True, {"extra": {"zero_optimization": {"overlap_comm": "ours"}}},
+         BUCKETS | {"stage": 1, "overlap_comm": "ours"}),
+        # One GPU shards nothing, and has nothing to overlap, unless a setting needs the stage.
+        (1, 1, True, {}, {"stage": 0}),
+        (2, 1, True, {}, {"stage": 0}),
+        (3, 1, True, {}, BUCKETS | {"stage": 3}),
+        (1, 1, True, {"extra": {"wall_clock_breakdown": True}}, BUCKETS | {"stage": 1}),
+        (2, 1, True, BUCKET_11, BUCKETS | {"stage": 2, "reduce_bucket_size": 11}),
+        # On CPUs the section has what is given.
+        (0, 1, False, {}, {"stage": 0}),
+        (1, 1, False, {}, {"stage": 1}),
+        *((stage, 3, False, BUCKET_11, {"stage": stage, "reduce_bucket_size": 11})
+          for stage in range(4)),
+    ],
+)  # fmt: skip
+def test_the_stage_and_the_reduction_of_gradients(
+    stage: int, num_ranks: int, on_gpu: bool, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = config_with(zero_stage=stage, **options)
+    shape = SHAPE | {"num_ranks": num_ranks, "on_gpu": on_gpu}
+    settings = deepspeed_settings(config, **shape)
+    assert settings["zero_optimization"] == expected
+    assert config.deepspeed.computed_stage(num_ranks=num_ranks, on_gpu=on_gpu) == expected["stage"]
+    for key, value in options.get("extra", {}).items():
+        assert key == "zero_optimization" or settings[key] == value
 
 
-def test_stage_0_has_nothing_to_set_on_gpus() -> None:
-    assert deepspeed_settings(config_with(zero_stage=0), **ON_GPU) == deepspeed_settings(
-        config_with(zero_stage=0), **ON_CPU
-    )
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("offload", "stage", "sections"),
+    [
+        ("none", 3, set()),
+        ("optimizer", 1, {"offload_optimizer"}),
+        ("optimizer", 3, {"offload_optimizer"}),
+        ("parameters", 3, {"offload_optimizer", "offload_param"}),
+    ],
+)
+def test_offload_keeps_sections_on_the_host(
+    offload: str, stage: int, sections: set[str], num_ranks: int
+) -> None:
+    config, shape = config_with(zero_stage=stage, offload=offload), {"num_ranks": num_ranks}
+    for on_gpu in (ON_CPU, ON_GPU):
+        zero = deepspeed_settings(config, **on_gpu | shape)["zero_optimization"]
+        assert zero["stage"] == stage
+        assert {key for key in zero if key.startswith("offload_")} == sections
+        assert all(zero[section]["device"] == "cpu" for section in sections)
 
 
 def test_batch_sizes_and_clipping_are_those_of_the_plan() -> None:
@@ -69,35 +105,6 @@ def test_batch_sizes_and_clipping_are_those_of_the_plan() -> None:
         assert settings["train_batch_size"] == num_ranks * 5 * 7
 
 
-@pytest.mark.parametrize(
-    ("stage", "num_ranks", "on_gpu", "options", "computed"),
-    [
-        (1, 1, True, {}, 0),
-        (2, 1, True, {}, 0),
-        (3, 1, True, {}, 3),
-        (1, 2, True, {}, 1),
-        (1, 1, False, {}, 1),
-        (1, 1, True, {"offload": "optimizer"}, 1),
-        (2, 1, True, {"extra": {"zero_optimization": {"reduce_bucket_size": 11}}}, 2),
-    ],
-)
-def test_one_gpu_shards_nothing(
-    stage: int, num_ranks: int, on_gpu: bool, options: dict[str, Any], computed: int
-) -> None:
-    config = config_with(zero_stage=stage, **options)
-    shape = SHAPE | {"num_ranks": num_ranks, "on_gpu": on_gpu}
-    assert config.deepspeed.computed_stage(num_ranks=num_ranks, on_gpu=on_gpu) == computed
-    assert deepspeed_settings(config, **shape)["zero_optimization"]["stage"] == computed
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_stage_is_ours_and_other_keys_of_its_section_pass_through(stage: int) -> None:
-    extra = {"zero_optimization": {"reduce_bucket_size": 11}, "wall_clock_breakdown": True}
-    settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **ON_CPU)
-    assert settings["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 11}
-    assert settings["wall_clock_breakdown"] is True
-
-
 @pytest.mark.parametrize(("precision", "enabled"), [("fp32", False), ("bf16", True)])
 def test_bf16_is_autocast_and_never_the_parameters(precision: Precision, enabled: bool) -> None:
     config = config_with().model_copy(update={"precision": precision})
@@ -110,68 +117,37 @@ def test_bf16_is_autocast_and_never_the_parameters(precision: Precision, enabled
     assert not {"bf16", "fp16", "data_types"} & settings.keys()
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16", "bf16"),
-        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_types"),
-        *("managed_gradient_accumulation", "gradient_allreduce_op", "torch_autocast"),
-        *("bfloat16", "checkpoint", "zero_force_ds_cpu_optimizer", "gradient_predivide_factor"),
-    ],
-)
-def test_a_key_that_other_settings_decide_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"extra\.{key}"):
-        config_with(extra={key: {}})
+IGNORED = "offload={} at zero_stage={} would be ignored"
 
 
 @pytest.mark.parametrize(
-    ("offload", "stage", "sections"),
+    ("options", "expected"),
     [
-        ("none", 0, set()),
-        ("optimizer", 1, {"offload_optimizer"}),
-        ("optimizer", 3, {"offload_optimizer"}),
-        ("parameters", 3, {"offload_optimizer", "offload_param"}),
-    ],
-)
-def test_offload_keeps_sections_on_the_host(offload: str, stage: int, sections: set[str]) -> None:
-    zero = deepspeed_settings(config_with(zero_stage=stage, offload=offload), **ON_CPU)[
-        "zero_optimization"
-    ]
-    assert {key for key in zero if key.startswith("offload_")} == sections
-    assert all(zero[section]["device"] == "cpu" for section in sections)
-
-
-@pytest.mark.parametrize(
-    ("offload", "stage", "expected"),
-    [
-        ("optimizer", 0, "offload=optimizer at zero_stage=0 would be ignored"),
-        ("parameters", 2, "offload=parameters at zero_stage=2 would be ignored"),
-    ],
-)
-def test_an_offload_that_deepspeed_would_ignore_is_refused(
-    offload: Any, stage: Any, expected: str
-) -> None:
-    with pytest.raises(ValueError, match=expected):
-        DeepSpeedConfig(zero_stage=stage, offload=offload)
-
-
-@pytest.mark.parametrize(
-    ("extra", "expected"),
-    [
-        ({"zero_optimisation": {}}, "extra.zero_optimisation"),
-        ({"xyz": 1}, "Input should be 'zero_optimization', 'communication_data_type'"),
-        ({"zero_optimization": {"stage": 1}}, "deepspeed.zero_stage decides it"),
-        ({"zero_optimization": {"offload_optimizer": {}}}, "deepspeed.offload decides it"),
+        *(
+            ({"extra": {key: {}}}, f"extra.{key}")
+            for key in (
+                *("optimizer", "scheduler", "gradient_clipping", "train_batch_size", "fp16"),
+                *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_types"),
+                *("managed_gradient_accumulation", "gradient_allreduce_op", "torch_autocast"),
+                *("bfloat16", "checkpoint", "zero_force_ds_cpu_optimizer", "bf16"),
+                *("gradient_predivide_factor", "zero_optimisation"),
+            )
+        ),
+        ({"extra": {"xyz": 1}}, "Input should be 'zero_optimization', 'communication_data_type'"),
+        ({"extra": {"zero_optimization": {"stage": 1}}}, "deepspeed.zero_stage decides it"),
+        ({"extra": {"zero_optimization": {"offload_optimizer": {}}}}, "offload decides it"),
         # With these, checkpoints would be wrong.
-        ({"zero_optimization": {"round_robin_gradients": True}}, "is not supported"),
-        ({"zero_optimization": {"zenflow": True}}, "is not supported"),
+        ({"extra": {"zero_optimization": {"round_robin_gradients": True}}}, "is not supported"),
+        ({"extra": {"zero_optimization": {"zenflow": True}}}, "is not supported"),
+        ({"offload": "optimizer", "zero_stage": 0}, IGNORED.format("optimizer", 0)),
+        ({"offload": "parameters", "zero_stage": 2}, IGNORED.format("parameters", 2)),
     ],
 )
-def test_what_deepspeed_would_ignore_or_do_wrong_is_refused_before_a_rank_starts(
-    extra: dict[str, Any], expected: str
+def test_what_contradicts_or_would_be_ignored_is_refused_before_a_rank_starts(
+    options: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
-        DeepSpeedConfig(zero_stage=1, extra=extra)  # type: ignore[arg-type]
+        DeepSpeedConfig(**{"zero_stage": 1, **options})
 
 
 @pytest.mark.parametrize(

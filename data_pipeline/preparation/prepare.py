@@ -51,8 +51,7 @@ from data_pipeline.system.files import (
     explain_disk_errors,
     write_synced,
 )
-from data_pipeline.system.progress import Progress
-from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
+from data_pipeline.system.workers import InProcess, Progress, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import (
     Tokenizer,
     needs_training,

@@ -35,9 +35,9 @@ from data_pipeline.system.files import (
     sha256_file,
     write_synced,
 )
-from data_pipeline.system.progress import Progress, count_bytes
+from data_pipeline.system.sources import count_bytes
 from data_pipeline.system.strict_json import canonical_json
-from data_pipeline.system.workers import Workers
+from data_pipeline.system.workers import Progress, Workers
 from data_pipeline.tokenizers import Tokenizer, cuts_of, load_tokenizer
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
 from data_pipeline.tokenizers.training import count_symbols

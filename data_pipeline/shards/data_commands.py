@@ -34,10 +34,9 @@ from data_pipeline.shards.manifest import (
 from data_pipeline.shards.shard_files import what_to_check
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import sha256_file
-from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 from data_pipeline.system.sources import is_read_failure, scheme_of
-from data_pipeline.system.workers import InProcess, Workers
+from data_pipeline.system.workers import InProcess, Progress, Workers
 
 EXCERPT_TOKENS = 240
 WRITABLE = ("s3", "gs")

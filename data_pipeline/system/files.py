@@ -35,13 +35,20 @@ _MOVES = "moves.json"
 """In the staging folder: the files that may already be in the target, written before any move."""
 
 
-def fsync_directory(directory: Path) -> None:
-    """Sync a directory, so that renames inside it survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+@contextlib.contextmanager
+def open_descriptor(path: str | Path, flags: int = os.O_RDONLY | os.O_NONBLOCK) -> Iterator[int]:
+    """A descriptor, for reading by default. Opening a named pipe does not wait for a writer."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Sync a directory, so that renames inside it survive a power failure."""
+    with open_descriptor(directory) as descriptor:
+        os.fsync(descriptor)
 
 
 def write_synced(path: Path, data: bytes | Iterable[bytes]) -> None:
@@ -90,11 +97,8 @@ def overwrite_page(path: Path, text: str) -> None:
     data = text.encode().ljust(PAGE_BYTES)
     if len(data) > PAGE_BYTES:
         raise ValueError(f"{path}: {len(data)} bytes do not fit into a page of {PAGE_BYTES}")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with open_descriptor(path, os.O_WRONLY | os.O_CREAT) as descriptor:
         os.pwrite(descriptor, data, 0)
-    finally:
-        os.close(descriptor)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -111,16 +115,6 @@ def sha256_file(path: "DatasetPath") -> str:
     """Hex sha256 of a file, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def open_descriptor(path: str | Path) -> Iterator[int]:
-    """A descriptor for reading. Opening a named pipe does not wait for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -183,13 +177,10 @@ def is_locked(path: Path, *, if_unsupported: bool = False) -> bool:
     `if_unsupported` is the result on a file system without locks.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_descriptor(path) as descriptor:
+            return not try_lock(descriptor, shared=True, if_unsupported=not if_unsupported)
     except OSError:
         return False
-    try:
-        return not try_lock(descriptor, shared=True, if_unsupported=not if_unsupported)
-    finally:
-        os.close(descriptor)
 
 
 def wait_for_lock(descriptor: int, *, timeout_seconds: float) -> bool:
@@ -260,38 +251,33 @@ class StagedDirectory:
         self.path = directory / STAGING
         self.keep_staging = False
         self._is_unused = keeps_unused
-        self._descriptor = -1
-        self._created = False
 
     def __enter__(self) -> Self:
-        with explain_disk_errors("opening the output directory", self.directory):
+        with (
+            explain_disk_errors("opening the output directory", self.directory),
+            contextlib.ExitStack() as lock,
+        ):
             self._create()
-            self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                if not (try_lock(self._descriptor) and self._is_present()):
-                    raise DataError(
-                        f"{self.directory}: another process is writing here. Wait for it, or "
-                        "choose another --out."
-                    )
-                self._undo_interrupted_publication()
-                self.keep_staging = self.path.is_dir()
-            except BaseException:
-                os.close(self._descriptor)
-                raise
+            descriptor = lock.enter_context(open_descriptor(self.directory))
+            if not (try_lock(descriptor) and self._is_still(descriptor)):
+                raise DataError(
+                    f"{self.directory}: another process is writing here. Wait for it, or choose "
+                    "another --out."
+                )
+            self._undo_interrupted_publication()
+            self.keep_staging = self.path.is_dir()
+            self._lock = lock.pop_all()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         rejected = isinstance(error, ConfigError | DataError)
         interrupted = isinstance(error, UnfinishedError) or not (error is None or rejected)
-        try:
-            # An OSError of a full or failing disk must not replace the exception being raised.
-            with contextlib.suppress(OSError):
-                if not (self._is_unused or (self.keep_staging and interrupted)):
-                    self.discard()
-                if self._created:
-                    self.directory.rmdir()  # fails if it is not empty
-        finally:
-            os.close(self._descriptor)
+        # An OSError of a full or failing disk must not replace the exception being raised.
+        with self._lock, contextlib.suppress(OSError):
+            if not (self._is_unused or (self.keep_staging and interrupted)):
+                self.discard()
+            if self._created:
+                self.directory.rmdir()  # fails if it is not empty
 
     def stage(self, *, fresh: bool = True) -> Path:
         """Create and return the staging folder. `fresh`: remove the files that are in it.
@@ -354,11 +340,11 @@ class StagedDirectory:
                 raise
             raise unwritable_error(self.directory, error) from error
 
-    def _is_present(self) -> bool:
+    def _is_still(self, descriptor: int) -> bool:
         """Whether the open directory still has its name: a process that had created it may have
         removed it before it was locked here, and another one may have created it again."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), self.directory.stat())
+            return os.path.samestat(os.fstat(descriptor), self.directory.stat())
         except FileNotFoundError:
             return False
 

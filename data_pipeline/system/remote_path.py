@@ -76,9 +76,7 @@ class RemotePath:
     def is_dir(self) -> bool:
         """Whether there are objects below; on a web server, whether the page exists."""
         with contextlib.suppress(OSError):
-            if scheme_of(self.url) in ("http", "https"):
-                return bool(self._request(lambda system: system.exists(self.url)))
-            return bool(self._request(lambda system: system.ls(self.url, detail=False)))
+            return bool(self._request(lambda system: system.exists(self.url)))
         return False
 
     def sizes(self) -> dict[str, int]:
@@ -105,8 +103,7 @@ class RemotePath:
         return (self / name for name in self.sizes())
 
     def read_bytes(self) -> bytes:
-        data: bytes = self._request(lambda system: system.cat_file(self.url))
-        return data
+        return bytes(self._request(lambda system: system.cat_file(self.url)))
 
     def read_range(self, first: int, size: int) -> bytes:
         """Bytes [first, first + size) in one request; fewer if the file ends before."""

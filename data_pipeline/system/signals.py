@@ -205,10 +205,8 @@ def exit_without_teardown(code: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # a closed pipe or a full disk: the same exit code
             stream.flush()
-        except (OSError, ValueError):
-            continue  # a closed pipe or a full disk does not change the exit code
     os._exit(code)
 
 

@@ -3,6 +3,8 @@
 Every failure of a stream is an OSError with a readable text: a truncated or damaged compressed
 stream, bytes after its end, a decompression bomb, a broken connection. The RAM of a stream is
 bounded: it does not grow with the decompressed size or with what a header declares.
+
+The bytes that are read are counted, as the progress of the current unit of work.
 """
 
 import bz2
@@ -16,13 +18,12 @@ import re
 import stat
 import sys
 import time
-import zipfile
+import types
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, BinaryIO, Literal, Protocol, TypeVar
+from typing import IO, Any, BinaryIO, Literal, TypeVar
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.system.progress import count_bytes
 
 if sys.version_info >= (3, 14):
     from compression.zstd import DecompressionParameter, ZstdError, ZstdFile
@@ -134,14 +135,10 @@ def retry_request(request: Callable[[], _T]) -> _T:
 
 
 class SourceError(OSError):
-    """A stream that cannot be read any further. `reason` is the text for the user."""
+    """A stream that cannot be read any further. `strerror` is the text for the user."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
-
-    @property
-    def reason(self) -> str:
-        return str(self.strerror)
 
 
 class UnreachableError(SourceError):
@@ -184,7 +181,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def reject_reason(error: OSError) -> str:
     """The text of an OSError, for `Reject.reason`."""
     if isinstance(error, SourceError):
-        return error.reason
+        return str(error.strerror)
     return f"cannot be read: {error.strerror or type(error).__name__}"
 
 
@@ -195,16 +192,13 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
     The stream is seekable if `path` is not compressed and, for a URL, the server supports ranges.
     A local path must be a regular file.
     """
-    with contextlib.ExitStack() as stack:
-        raw: BinaryIO
-        if scheme_of(path):
-            raw = stack.enter_context(buffered(_UrlStream(path)))
-        else:
-            # Checked before opening, because opening a pipe blocks until it has a writer.
-            if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
-                raise SourceError("not a regular file")
-            raw = stack.enter_context(buffered(_CountedFile(path)))
-        yield stack.enter_context(decompressed(raw, compression))
+    is_local = not scheme_of(path)
+    # Checked before opening, because opening a pipe blocks until it has a writer.
+    if is_local and not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
+        raise SourceError("not a regular file")
+    raw = _CountedFile(path) if is_local else _UrlStream(path)
+    with buffered(raw) as file, decompressed(file, compression) as stream:
+        yield stream
 
 
 @contextlib.contextmanager
@@ -217,7 +211,7 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     # gzip, bz2 and zstd modules read an empty file as an empty stream; their programs refuse it.
     if not raw.peek(1):  # type: ignore[attr-defined]
         raise SourceError(f"truncated {name} stream: the file is empty")
-    file: Decompressor
+    file: Any
     if compression == "gz":
         file = gzip.GzipFile(fileobj=raw)
     elif compression == "zst":
@@ -235,12 +229,6 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     has_limit = compression in ("bz2", "xz")
     with buffered(DecompressedStream(file, name, raw.tell if has_limit else None)) as stream:
         yield stream
-
-
-class Decompressor(Protocol):
-    """What a decompressed file must be able to do."""
-
-    def read1(self, size: int, /) -> bytes: ...
 
 
 class _JoinedStreams:
@@ -334,14 +322,14 @@ class _UrlStream(io.RawIOBase):
 
 
 class DecompressedStream(io.RawIOBase):
-    """The output of a decompressor. Truncated, damaged or exploding input is a SourceError.
+    """The output of a decompressor, which has `read1`. Bad or exploding input is a SourceError.
 
     A read decompresses at most as many bytes as were requested, regardless of the declared size.
     `num_stored` returns the compressed bytes that were read so far; None: no limit of expansion.
     """
 
     def __init__(
-        self, file: Decompressor, format_name: str, num_stored: Callable[[], int] | None = None
+        self, file: Any, format_name: str, num_stored: Callable[[], int] | None = None
     ) -> None:
         self._file, self._format_name, self._num_stored = file, format_name, num_stored
         self._size = 0
@@ -350,7 +338,7 @@ class DecompressedStream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The bytes read so far: a compressed member of a .zip is limited by its stored size."""
+        """The bytes read so far."""
         return self._size
 
     def readinto(self, buffer: Any) -> int:
@@ -360,7 +348,7 @@ class DecompressedStream(io.RawIOBase):
             raise
         except EOFError:
             raise SourceError(f"truncated {self._format_name} stream: no end mark") from None
-        except (OSError, zlib.error, lzma.LZMAError, ZstdError, zipfile.BadZipFile) as error:
+        except (OSError, zlib.error, lzma.LZMAError, ZstdError) as error:
             # BadGzipFile is an OSError without errno; the error of a failing disk has one.
             if isinstance(error, OSError) and error.errno:
                 raise
@@ -380,3 +368,31 @@ def require_plausible_ratio(num_bytes: int, stored_bytes: int) -> None:
             f"it expands to {num_bytes:,} bytes or more, over {MAX_RATIO:,} times its "
             f"{stored_bytes:,}: refused as a decompression bomb"
         )
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+_counter: Any = None
+"""Has the bytes of the unit that this process is working on as its `value`. None: no unit."""
+
+
+def count_bytes(num_bytes: int) -> None:
+    """Count bytes of the current unit of work, such as one document of many gigabytes."""
+    if _counter is not None:
+        _counter.value += num_bytes
+
+
+@contextlib.contextmanager
+def counting_bytes(counter: Any = None) -> Iterator[None]:
+    """Count the bytes of a unit, in `counter.value` if it is given."""
+    global _counter  # noqa: PLW0603 - one unit per process at a time
+    _counter = types.SimpleNamespace(value=0) if counter is None else counter
+    try:
+        yield
+    finally:
+        _counter = None
+
+
+def counted_bytes() -> int:
+    """The bytes counted in the current unit of this process; 0 if there is none."""
+    return getattr(_counter, "value", 0)

@@ -35,9 +35,7 @@ def manifest_bytes(content: dict[str, Any], *, tools: dict[str, str] | None = No
     `tools` says which programs wrote the files. It is information for people: not part of the
     content or of its digest.
     """
-    added: dict[str, Any] = {"digest": sha256_of(content)}
-    if tools:
-        added["tools"] = tools
+    added = {"digest": sha256_of(content), **({"tools": tools} if tools else {})}
     return (json.dumps({**added, **content}, sort_keys=True, indent=1) + "\n").encode()
 
 

@@ -20,8 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Self
 
-from data_pipeline.errors import counted
-from data_pipeline.system.progress import clock
+from data_pipeline.errors import clock, counted
 from txl_dist.events import AttemptStart, Event
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.system.progress import count_bytes, counted_bytes
+from data_pipeline.system.sources import count_bytes, counted_bytes
 from data_pipeline.system.workers import (
     BackgroundQueue,
     InProcess,

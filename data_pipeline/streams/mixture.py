@@ -19,21 +19,17 @@ A part may begin inside a document. The age of its tokens counts from the start 
 the tokens before it are elsewhere in the epoch. Decision 9 has the alternatives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.order import Ordering
-
-if TYPE_CHECKING:
-    from data_pipeline.shards.shard_reader import TokenSource
 
 MAX_PASSES = 1000
 """Most passes over a corpus per epoch. More is probably a typing error, and every pass costs 32
@@ -92,10 +88,7 @@ class CyclicCorpus:
         """
         self.source, self.tokens_per_epoch = source, tokens_per_epoch
         self._start, self._first_epoch = start, first_epoch
-        num_blocks = len(source.block_tokens)
-        self._blocks = np.arange(num_blocks)
-        if ordering.blocks is not None:
-            self._blocks = ordering.blocks(seed, key, num_ids=num_blocks)
+        self._blocks = ordering.order_of_blocks(seed, key, num_blocks=len(source.block_tokens))
         self._tokens = source.block_tokens[self._blocks]
         self._starts = np.cumsum(self._tokens) - self._tokens
 

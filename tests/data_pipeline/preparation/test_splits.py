@@ -19,7 +19,7 @@ from data_pipeline.shards.data_commands import excerpts, verify_dataset
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.tokenizers.training import FIXED_SPLIT
 from tests.data_pipeline.preparation.preparing import ids_of, prepare
 

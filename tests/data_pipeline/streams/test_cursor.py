@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from data_pipeline.streams import cursor
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams import segments
 from data_pipeline.streams.order import ORDERINGS
-from data_pipeline.streams.segments import SegmentReader
+from data_pipeline.streams.segments import SegmentReader, read_range
 from tests.data_pipeline.streams.numbered_stream import plan_of, stream_of
 from tests.support.token_sources import NumberedSource
 
@@ -43,7 +42,7 @@ def test_a_seek_reads_at_most_two_blocks_per_lane(shuffle: Any) -> None:
 
 
 def test_a_giant_document_is_read_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cursor, "CHUNK_TOKENS", 100)
+    monkeypatch.setattr(segments, "CHUNK_TOKENS", 100)
     source = NumberedSource([10_000])
     with stream_of(source, num_lanes=1, tgt_len=32, position=5_040) as stream:
         read = np.concatenate([s.input[0] for s in itertools.islice(stream, 100)])

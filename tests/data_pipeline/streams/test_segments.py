@@ -13,11 +13,10 @@ from numpy.testing import assert_array_equal
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segment_stream import SegmentStream, pipeline
-from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch, in_turns
+from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch, in_turns, read_range
 from tests.data_pipeline.streams.numbered_stream import stream_of
 from tests.support.token_sources import NumberedSource
 

@@ -41,11 +41,11 @@ from data_pipeline.shards.manifest import (
     DatasetHeader,
     IndexHeader,
     InputSummary,
+    PrepareSettings,
     ShardEntry,
     ShardManifest,
     SplitEntry,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,

@@ -25,10 +25,9 @@ from data_pipeline.preparation.output import (
     record_finished,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan
-from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds
-from data_pipeline.shards.shard_writer import ShardWriter
+from data_pipeline.shards.shard_writer import ShardWriter, TextCounter
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,

@@ -101,10 +101,8 @@ def verify_dataset(
 
 def _extra_files(manifest: ShardManifest, names: Iterable[str]) -> list[str]:
     """Names of shards and indexes that are not in the manifest, sorted."""
-    known = manifest.shard_files
-    return sorted(
-        name for name in names if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and name not in known
-    )
+    extra = {*names} - manifest.shard_files.keys()
+    return sorted(name for name in extra if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)))
 
 
 def _check_shard(directory: DatasetPath, shard: ShardEntry) -> tuple[list[str], list[str]]:
@@ -116,8 +114,9 @@ def _check_shard(directory: DatasetPath, shard: ShardEntry) -> tuple[list[str], 
             if problem := _file_problem(directory / name, size, sha256):
                 problems.append(f"{name}: {problem}")
         except OSError as error:
-            target = unread if is_read_failure(error) else problems
-            target.append(f"{name}: cannot be read: {error.strerror}")
+            (unread if is_read_failure(error) else problems).append(
+                f"{name}: cannot be read: {error.strerror}"
+            )
     return problems, unread
 
 
@@ -160,8 +159,9 @@ def excerpts(directory: DatasetPath, *, documents: int) -> list[Excerpt]:
             ids = source.read(document.block, document.start, stop)
             # errors="ignore": the excerpt may end inside a character.
             text = tokenizer.decode_bytes(ids).decode("utf-8", errors="ignore")
-            id_ = printable(document.id)
-            result.append(Excerpt(split, id_, document.num_tokens, printable(text)))
+            result.append(
+                Excerpt(split, printable(document.id), document.num_tokens, printable(text))
+            )
     return result
 
 

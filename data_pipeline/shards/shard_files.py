@@ -105,9 +105,8 @@ def unreadable_file(path: DatasetPath, part: str, error: OSError) -> DataError:
 
 def what_to_check(path: DatasetPath) -> str:
     """The likely causes when a file cannot be read."""
-    if isinstance(path, RemotePath):
-        return "the address, the credentials and the network"
-    return "the disk and the permissions"
+    local, remote = "the disk and the permissions", "the address, the credentials and the network"
+    return remote if isinstance(path, RemotePath) else local
 
 
 def damaged_file(path: DatasetPath, problem: str) -> DataError:

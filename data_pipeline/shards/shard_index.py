@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame, FrameError, compress, decompress
+from data_pipeline.shards.frames import MAX_FRAME_BYTES, FrameError, compress, decompress
 from data_pipeline.shards.manifest import ShardEntry, TextCounts
 from data_pipeline.shards.shard_files import damaged_file
 from data_pipeline.system.remote_path import DatasetPath
@@ -77,15 +76,6 @@ class ShardIndex:
     """int64 [N]: documents of every block."""
     document_starts: np.ndarray
     """int64 [D]: first token of every document, relative to its block's start. Read-only."""
-
-    @cached_property
-    def frame_ends(self) -> np.ndarray:
-        """int64 [F]: raw byte after every frame."""
-        ends: np.ndarray = self.frames[:, 2] + self.frames[:, 3]
-        return ends
-
-    def frame(self, number: int) -> Frame:
-        return Frame(*self.frames[number].tolist())
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from data_pipeline.shards.frames import FrameError, decode_frame
+from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import NO_CACHE, FrameCache, check_sizes, damaged_file
 from data_pipeline.shards.shard_index import DocumentIds, ShardIndex, checked_index
@@ -153,8 +153,9 @@ class SplitReader:
             return b""
         index = self._index(shard)
         # The frames that contain byte `first` and byte `last - 1`.
-        low = int(np.searchsorted(index.frame_ends, first, side="right"))
-        high = int(np.searchsorted(index.frame_ends, last, side="left"))
+        ends = index.frames[:, 2] + index.frames[:, 3]
+        low = int(np.searchsorted(ends, first, side="right"))
+        high = int(np.searchsorted(ends, last, side="left"))
         parts = []
         for number in range(low, high + 1):
             data = self._frame(shard, number)
@@ -164,7 +165,7 @@ class SplitReader:
 
     def _read_frame(self, shard: int, number: int) -> bytes:
         """A decoded frame of a shard. Raises DataError naming its place if it is damaged."""
-        entry, frame = self.entry.shards[shard], self._index(shard).frame(number)
+        entry, frame = self.entry.shards[shard], Frame(*self._index(shard).frames[number].tolist())
         path, offset = self.directory / entry.name, frame.compressed_offset
         place = f"frame {number} at byte {offset:,}"
 
@@ -191,5 +192,6 @@ def open_split(
     Raises DataError for a missing split or shard, a wrong size, or an index that is not the
     manifest's. Frames are checked when they are read.
     """
-    manifest = manifest or load_manifest(directory)
-    return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)
+    return SplitReader(
+        directory, split, manifest=manifest or load_manifest(directory), cache_frames=cache_frames
+    )

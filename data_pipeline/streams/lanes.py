@@ -163,9 +163,8 @@ class LanePlan:
         return EpochProgress(epoch, merged(read), merged(unread))
 
     def _remainder_of(self, epoch: int) -> Remainder:
-        if self.remainder is not None and epoch == self.first_epoch:
-            return self.remainder
-        return Remainder(((0, self.num_tokens),))
+        whole = Remainder(((0, self.num_tokens),))
+        return self.remainder if self.remainder and epoch == self.first_epoch else whole
 
     def lanes_of_rank(self, rank: int, num_ranks: int) -> range:
         """The lanes that one of W ranks reads: [floor(rL / W), floor((r + 1)L / W)).

@@ -108,9 +108,11 @@ class SegmentStream(Iterator[Segment]):
             raise ValueError("the segment stream is closed; open another at its position")
         if channel.thread is None:
             # The thread must not reference the stream, or it would never be collected.
-            arguments = self._reader, self.position, self._group_segments, channel
             channel.thread = threading.Thread(
-                target=_prefetch, args=arguments, name="segment-stream", daemon=True
+                target=_prefetch,
+                args=(self._reader, self.position, self._group_segments, channel),
+                name="segment-stream",
+                daemon=True,
             )
             channel.thread.start()
         try:

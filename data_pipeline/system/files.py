@@ -257,7 +257,13 @@ class StagedDirectory:
             explain_disk_errors("opening the output directory", self.directory),
             contextlib.ExitStack() as lock,
         ):
-            self._create()
+            try:
+                self._created = not self.directory.exists()
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    raise
+                raise unwritable_error(self.directory, error) from error
             descriptor = lock.enter_context(open_descriptor(self.directory))
             if not (try_lock(descriptor) and self._is_still(descriptor)):
                 raise DataError(
@@ -330,15 +336,6 @@ class StagedDirectory:
             path = self.directory / name
             if path.exists() and _stamp(path) == stamp:  # else somebody put another file here
                 path.replace(self.path / name)
-
-    def _create(self) -> None:
-        try:
-            self._created = not self.directory.exists()
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                raise
-            raise unwritable_error(self.directory, error) from error
 
     def _is_still(self, descriptor: int) -> bool:
         """Whether the open directory still has its name: a process that had created it may have

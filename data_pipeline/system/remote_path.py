@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from data_pipeline.system.sources import (
     SourceError,
@@ -23,8 +23,6 @@ from data_pipeline.system.sources import (
     scheme_of,
     shown,
 )
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +107,13 @@ class RemotePath:
         """Bytes [first, first + size) in one request; fewer if the file ends before."""
 
         def fetch(system: Any) -> bytes:
-            data: bytes = system.cat_file(self.url, start=first, end=first + size)
+            data = bytes(system.cat_file(self.url, start=first, end=first + size))
             # A proxy may cut a response and report the shorter length: the client sees no error.
             if len(data) < size and first + len(data) < (system.info(self.url).get("size") or 0):
                 raise UnreachableError(f"the response ended after {len(data):,} of {size:,} bytes")
             return data
 
-        data = self._request(fetch)
+        data: bytes = self._request(fetch)
         if len(data) > size:
             raise SourceError("its server ignores byte ranges; use a server that supports them")
         return data
@@ -139,7 +137,7 @@ class RemotePath:
         with contextlib.suppress(FileNotFoundError):
             self._request(lambda system: system.rm(self.url, recursive=True))
 
-    def _request(self, request: Callable[[Any], _T]) -> _T:
+    def _request(self, request: Callable[[Any], Any]) -> Any:
         system = file_system(self.url)
         return retry_request(lambda: request(system))
 

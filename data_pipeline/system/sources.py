@@ -180,9 +180,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def reject_reason(error: OSError) -> str:
     """The text of an OSError, for `Reject.reason`."""
-    if isinstance(error, SourceError):
-        return str(error.strerror)
-    return f"cannot be read: {error.strerror or type(error).__name__}"
+    reason = error.strerror or type(error).__name__
+    return reason if isinstance(error, SourceError) else f"cannot be read: {reason}"
 
 
 @contextlib.contextmanager
@@ -217,8 +216,7 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     elif compression == "zst":
         # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a
         # frame raises EOFError; the package zstandard would end there without an error.
-        options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
-        file = ZstdFile(raw, options=options)
+        file = ZstdFile(raw, options={int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG})
     elif compression == "bz2":
         file = _JoinedStreams(raw, bz2.BZ2Decompressor)
     else:
@@ -305,8 +303,7 @@ class _UrlStream(io.RawIOBase):
             try:
                 data = self._file.read(len(buffer))
             except Exception as error:
-                reason = f"the connection broke: {type(error).__name__}"
-                raise UnreachableError(reason) from error
+                raise UnreachableError(f"the connection broke: {type(error).__name__}") from error
         if not data and len(buffer) and self._size is not None and self._position < self._size:
             raise UnreachableError(f"ended after {self._position:,} of {self._size:,} bytes")
         buffer[: len(data)] = data

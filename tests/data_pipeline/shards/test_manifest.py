@@ -13,13 +13,12 @@ from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import (
     NO_TEXT,
+    PrepareSettings,
     ShardManifest,
-    TextCounter,
     TextCounts,
-    count_text,
     load_manifest,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_writer import TextCounter, count_text
 from data_pipeline.tokenizers import load_tokenizer
 
 Dataset = tuple[Path, ShardManifest]

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import Reject
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.system import sources
 from data_pipeline.system.sources import (
     SourceError,

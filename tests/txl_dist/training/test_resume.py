@@ -314,7 +314,7 @@ def test_other_data_is_refused_unless_it_is_allowed(
 
 def prepare_other_data(tmp_path: Path) -> Path:
     from data_pipeline.preparation.prepare import prepare_dataset
-    from data_pipeline.shards.prepare_settings import PrepareSettings
+    from data_pipeline.shards.manifest import PrepareSettings
 
     text = tmp_path / "other.txt"
     text.write_text("Another text, long enough for five lanes of a few tokens each. " * 20)

@@ -13,15 +13,14 @@ from tests.support.training_runs import (
     NO_EVALUATION,
     TURNS,
     ZERO,
+    lane_memories,
     losses,
     refusal,
     tiny_spec,
     train,
     trained,
 )
-from txl_dist.checkpoint.directory import resolve_checkpoint
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_memory, load_model
+from txl_dist.checkpoint.reader import load_model
 from txl_dist.errors import ConfigError
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.
@@ -120,13 +119,7 @@ def test_ranks_and_lanes_change_in_one_run(
     print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
     assert len(moved) == 15
     assert largest < 1e-6
-    memories = []
-    for name in ("reference", "moved"):
-        checkpoint = resolve_checkpoint(tmp_path / name)
-        manifest = load_checkpoint_manifest(checkpoint)
-        memories.append(load_memory(checkpoint, manifest, range(12)))
-    for lane in range(12):
-        assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)  # by name
+    assert_close(*(lane_memories(tmp_path / name, 12) for name in legs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

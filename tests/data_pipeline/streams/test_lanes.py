@@ -54,19 +54,22 @@ def test_more_ranks_than_lanes_is_a_config_error_with_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "message"),
+    ("counts", "error", "message"),
     [
-        (15, r"holds 15 tokens, num_lanes=8 needs at least 16 .*data.num_lanes to 7 or less"),
-        (1, r"holds 1 tokens, and a lane needs at least 2"),
+        (
+            {"num_tokens": 15},
+            DataError,
+            r"15 tokens, num_lanes=8 needs at least 16 .* to 7 or less",
+        ),
+        ({"num_tokens": 1}, DataError, r"holds 1 tokens, and a lane needs at least 2"),
+        ({"num_lanes": 0}, ValueError, "at least 1"),
+        ({"tgt_len": 0}, ValueError, "at least 1"),
     ],
 )
-def test_too_little_data_is_refused_with_both_numbers(num_tokens: int, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        LanePlan(num_tokens=num_tokens, num_lanes=8, tgt_len=2)
-    LanePlan(num_tokens=16, num_lanes=8, tgt_len=2)
-
-
-@pytest.mark.parametrize("counts", [{"num_lanes": 0, "tgt_len": 2}, {"num_lanes": 2, "tgt_len": 0}])
-def test_a_plan_without_lanes_or_tokens_is_refused(counts: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        LanePlan(num_tokens=100, **counts)
+def test_too_little_data_is_refused_with_both_numbers_and_a_plan_without_lanes_or_tokens(
+    counts: dict[str, int], error: type[Exception], message: str
+) -> None:
+    smallest = {"num_tokens": 16, "num_lanes": 8, "tgt_len": 2}
+    LanePlan(**smallest)
+    with pytest.raises(error, match=message):
+        LanePlan(**smallest | counts)

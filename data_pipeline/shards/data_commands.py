@@ -87,15 +87,15 @@ def verify_dataset(
     sizes = [shard.bytes + shard.index_bytes for shard in manifest.shards]
     done, total = 0, sum(sizes)
     progress("verifying", done, total)
-    found: dict[int, tuple[list[str], list[str]]] = {}
-    check = partial(_check_shard, local)
-    for number, result in (workers or InProcess()).map(check, manifest.shards):
-        found[number] = result
+    found = []
+    results = (workers or InProcess()).map(partial(_check_shard, local), manifest.shards)
+    for number, result in results:
+        found.append((number, *result))
         done += sizes[number]
         progress("verifying", done, total)
-    for number in sorted(found):  # workers finish in any order
-        problems += found[number][0]
-        unread += found[number][1]
+    for _, of_shard, not_read in sorted(found):  # workers finish in any order
+        problems += of_shard
+        unread += not_read
     return Verified(manifest, problems, unread, total)
 
 

@@ -8,7 +8,7 @@ step (`txl data verify` does it).
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -80,15 +80,12 @@ class SplitReader:
         self._index = lru_cache(CACHED_INDEXES)(lambda shard: self._read_index(shard)[0])
         self._cache = FrameCache.of_user() if isinstance(self.directory, RemotePath) else NO_CACHE
         shards = self.entry.shards
+        self.num_tokens = self.entry.tokens
         check_sizes(self.directory, shards)
         with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
             indexes = pool.map(self._index, range(len(shards)))
             self.block_tokens = np.concatenate([index.block_tokens for index in indexes])
         self._first_block = np.cumsum([0, *(shard.blocks for shard in shards)])
-
-    @property
-    def num_tokens(self) -> int:
-        return self.entry.tokens
 
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block], rising from 0; a read-only view."""
@@ -143,9 +140,13 @@ class SplitReader:
 
     def _read_index(self, shard: int) -> tuple[ShardIndex, DocumentIds]:
         entry = self.entry.shards[shard]
-        path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
-        check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
-        return self._cache.read(path, 0, entry.index_bytes, sha256=entry.index_sha256, check=check)
+        return self._cache.read(
+            self.directory / entry.index_name,
+            0,
+            entry.index_bytes,
+            sha256=entry.index_sha256,
+            check=lambda data: checked_index(data, self.directory, entry, self.dtype.itemsize),
+        )
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""

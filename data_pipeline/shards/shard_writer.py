@@ -75,8 +75,11 @@ class ShardWriter:
         self._block_bytes, self._header = block_bytes, header
         self._file: BinaryIO = self.path.open("wb")
         self._frames = FrameWriter(self._file, frame_bytes=block_bytes)
-        sink = cast(BinaryIO, self._frames)  # tarfile only writes to it
-        self._tar = tarfile.open(fileobj=sink, mode="w|", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._tar = tarfile.open(  # noqa: SIM115
+            fileobj=cast(BinaryIO, self._frames),  # tarfile only writes to it
+            mode="w|",
+            format=tarfile.USTAR_FORMAT,
+        )
         self._block = _Block()
         self._blocks: list[tuple[int, int, int]] = []  # tokens, raw offset, documents
         self._starts: list[np.ndarray] = []

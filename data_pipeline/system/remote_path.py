@@ -37,8 +37,7 @@ class RemotePath:
     def __str__(self) -> str:
         return shown(self.url)
 
-    def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
+    __repr__ = __str__  # without the secrets of the URL
 
     def __truediv__(self, name: str) -> "RemotePath":
         base, separator, query = self._split()

@@ -148,11 +148,7 @@ def _ignore_in_main_thread(_number: int, _frame: FrameType | None) -> None:
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM raises KeyboardInterrupt. Enter it again after ray.init, which takes SIGTERM."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ _URL_BLOCK_BYTES = 8 * 2**20
 _MAX_WINDOW_LOG = 27  # 128 MiB: the limit of `zstd -d` without --long
 _MAX_XZ_BYTES = 192 * 2**20
 """RAM of an xz decoder. `xz -9` needs 65 MiB; dictionaries of more than 128 MiB are refused."""
-_COMPRESSED_BYTES = 256 * 2**10
+_BUFFER_BYTES = 256 * 2**10
 MAX_RATIO = 1000
 """Decompressed bytes per stored byte. Text has 3 to 10, very repetitive text 100."""
 MIN_BYTES = 256 * 2**20
@@ -196,7 +196,7 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
     if is_local and not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
         raise SourceError("not a regular file")
     raw = _CountedFile(path) if is_local else _UrlStream(path)
-    with buffered(raw) as file, decompressed(file, compression) as stream:
+    with io.BufferedReader(raw, _BUFFER_BYTES) as file, decompressed(file, compression) as stream:
         yield stream
 
 
@@ -225,7 +225,8 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
         )
     # A long line of equal characters is legitimate, and gzip cannot expand more than 1,032 times.
     has_limit = compression in ("bz2", "xz")
-    with buffered(DecompressedStream(file, name, raw.tell if has_limit else None)) as stream:
+    plain = DecompressedStream(file, name, raw.tell if has_limit else None)
+    with io.BufferedReader(plain, _BUFFER_BYTES) as stream:
         yield stream
 
 
@@ -246,12 +247,12 @@ class _JoinedStreams:
         while True:
             new = b""
             if self._decoder.eof:
-                new = self._decoder.unused_data or self._raw.read(_COMPRESSED_BYTES)
+                new = self._decoder.unused_data or self._raw.read(_BUFFER_BYTES)
                 new = new.lstrip(b"\0")  # xz streams may be padded with zeros
                 if not new and not self._raw.peek(1):  # type: ignore[attr-defined]
                     return b""
                 self._decoder = self._start()
-            elif self._decoder.needs_input and not (new := self._raw.read(_COMPRESSED_BYTES)):
+            elif self._decoder.needs_input and not (new := self._raw.read(_BUFFER_BYTES)):
                 raise EOFError
             if data := self._decoder.decompress(new, size):
                 return data
@@ -264,10 +265,6 @@ class _CountedFile(io.FileIO):
         size = super().readinto(buffer) or 0
         count_bytes(size)
         return size
-
-
-def buffered(raw: io.RawIOBase) -> BinaryIO:
-    return io.BufferedReader(raw, buffer_size=256 * 2**10)
 
 
 class _UrlStream(io.RawIOBase):

@@ -38,6 +38,8 @@ def test_two_lanes_of_one_epoch_have_these_numbers() -> None:
     assert_array_equal(first.target, [[1, 2, 3, 4], [7, 8, 9, 10]])
     assert_array_equal(first.age, [[0, 1, 2, 0], [0, 1, 2, 3]])
     assert (first.position, first.next_position) == (0, 4)
+    dtypes = [array.dtype for array in (first.input, first.target, first.age)]
+    assert dtypes == ["i8", "i8", "i4"], "as torch needs them"
 
     assert_array_equal(second.input, [[4, 5, 0, 1], [10, 11, 6, 7]])
     assert_array_equal(second.target, [[5, IGNORED, 1, 2], [11, IGNORED, 7, 8]])
@@ -50,12 +52,6 @@ def test_reset_stream_counts_age_from_the_slice_only() -> None:
         first, second = itertools.islice(stream, 2)
     assert_array_equal(first.age, [[0, 1, 2, 3]] * 2)
     assert_array_equal(second.age, [[4, 5, 0, 1]] * 2)
-
-
-def test_arrays_have_the_dtypes_that_torch_needs() -> None:
-    with stream_of(NumberedSource([40])) as stream:
-        segment = next(stream)
-    assert [segment.input.dtype, segment.target.dtype, segment.age.dtype] == ["i8", "i8", "i4"]
 
 
 @pytest.mark.parametrize("shuffle", ["blocks", "none"])

@@ -26,8 +26,11 @@ def missing_manifest_error(directory: str | DatasetPath) -> DataError:
     """The error for a directory or URL without a manifest."""
     path = dataset_path(directory) / MANIFEST_NAME
     cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
-    is_remote = isinstance(path, RemotePath)
-    out = f"DIR, then txl data push DIR {path.parent}" if is_remote else path.parent
+    out = (
+        f"DIR, then txl data push DIR {path.parent}"
+        if isinstance(path, RemotePath)
+        else path.parent
+    )
     return DataError(
         f"{path}: {cause}, so this is not a complete dataset (an interrupted prepare writes no "
         f"manifest). Create it: txl prepare INPUT --out {out}"

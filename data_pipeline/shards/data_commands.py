@@ -61,11 +61,8 @@ def verify_dataset(
     workers: Workers | None = None,
     progress: Progress = lambda *_: None,
 ) -> Verified:
-    """Hash every file again.
-
-    Raises DataError without a usable manifest, ReadFailureError if the manifest or the list of
-    files could not be read at the moment.
-    """
+    """Hash every file again. Raises DataError without a usable manifest, ReadFailureError if it or
+    the list of files could not be read at the moment."""
     try:
         manifest = load_manifest(directory)
         extra = _extra_files(manifest, (path.name for path in directory.iterdir()))

@@ -126,11 +126,8 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(data: bytes, *, limit: int) -> bytes:
-    """The inverse of `compress`.
-
-    Raises FrameError for other bytes, and before decoding if they declare more than `limit` bytes,
-    which zstandard would allocate.
-    """
+    """The inverse of `compress`. Raises FrameError for other bytes, and before decoding if they
+    declare more than `limit` bytes, which zstandard would allocate."""
     try:
         header = zstandard.get_frame_parameters(data)
         declared = max(header.content_size, header.window_size)

@@ -165,8 +165,11 @@ class SplitEntry(StrictModel):
         totals: dict[str, Any] = {
             name: sum(getattr(shard, name) for shard in shards) for name in names
         }
-        text_counts = sum((shard.text_counts for shard in shards), NO_TEXT)
-        return cls(shards=tuple(shards), text_counts=text_counts, **totals)
+        return cls(
+            shards=tuple(shards),
+            text_counts=sum((shard.text_counts for shard in shards), NO_TEXT),
+            **totals,
+        )
 
 
 def _require_known_format(name: str) -> str:

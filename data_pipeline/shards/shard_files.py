@@ -89,8 +89,9 @@ def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
             if name not in sizes:
                 raise damaged_file(directory / name, "is missing, or not a regular file")
             if sizes[name] != expected:
-                problem = f"is {sizes[name]:,} bytes, expected {expected:,}"
-                raise damaged_file(directory / name, problem)
+                raise damaged_file(
+                    directory / name, f"is {sizes[name]:,} bytes, expected {expected:,}"
+                )
 
 
 def unreadable_file(path: DatasetPath, part: str, error: OSError) -> DataError:

@@ -119,8 +119,7 @@ def checked_index(
         starts, ids = unpack_documents(table, num_documents=entry.documents)
         _check_starts(starts, arrays)
     except (SafetensorError, KeyError, ValueError, AttributeError) as error:
-        problem = f"contradicts the manifest or itself: {error}"
-        raise damaged_file(path, problem) from error
+        raise damaged_file(path, f"contradicts the manifest or itself: {error}") from error
     starts.flags.writeable = False  # the reader returns parts of it
     return ShardIndex(**arrays, document_starts=starts), ids
 

@@ -190,8 +190,7 @@ def open_split(
 ) -> SplitReader:
     """Open one split, from a directory or a URL. `manifest` is loaded if None.
 
-    Raises DataError for a missing split or shard, a wrong size, or an index that is not the
-    manifest's. Frames are checked when they are read.
+    Raises DataError for a missing split or shard, a wrong size, or a wrong index.
     """
     return SplitReader(
         directory, split, manifest=manifest or load_manifest(directory), cache_frames=cache_frames

@@ -114,9 +114,8 @@ class ShardWriter:
                 return
             self._flush()
             file.seek(0)
-            # An array of this shape that takes no RAM: all elements are one.
-            array = np.broadcast_to(np.empty(1, self._dtype), (num_tokens,))
-            file.write(_npy_header(array))
+            # Of an array of this shape that takes no RAM: all elements are one.
+            file.write(_npy_header(np.broadcast_to(np.empty(1, self._dtype), (num_tokens,))))
             self._write_block({"npy": cast(BinaryIO, file)}, num_tokens)
         self._starts.append(np.zeros(1, np.int64))
         self._ids.append(ids)
@@ -265,8 +264,7 @@ _IN_WORD = bytes(code >= 128 or not chr(code).isspace() for code in range(256))
 class TextCounter:
     """Counts documents while their fragments pass through `document`."""
 
-    def __init__(self) -> None:
-        self.counts = NO_TEXT
+    counts = NO_TEXT
 
     def add(self, documents: Sequence[str]) -> None:
         """Count whole documents."""

@@ -105,8 +105,8 @@ class CyclicCorpus:
         last = np.minimum(starts + np.tile(self._tokens, passes), stop)
         chosen = first < last
         middle = ((first + last) / 2 - start) / self.tokens_per_epoch
-        block = np.tile(self._blocks, passes)
-        return Parts(*(column[chosen] for column in (block, first - starts, last - first, middle)))
+        columns = (np.tile(self._blocks, passes), first - starts, last - first, middle)
+        return Parts(*(column[chosen] for column in columns))
 
 
 @dataclass(slots=True, eq=False)
@@ -125,10 +125,7 @@ class MixedEpoch:
     """The part's first token, relative to that block's start."""
 
     def document_starts(self, block: int) -> NDArray[np.int64]:
-        """First tokens of the documents of a part, rising from 0.
-
-        A document that is cut by the part's beginning starts at 0.
-        """
+        """First tokens of the documents of a part; one cut by the part's beginning starts at 0."""
         source, corpus_block, first = self._locate(block)
         starts = source.document_starts(corpus_block)
         # From the document that contains the part's first token to the last that starts in it.

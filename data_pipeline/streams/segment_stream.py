@@ -99,10 +99,7 @@ class SegmentStream(Iterator[Segment]):
         return segment
 
     def _next_group(self) -> list[Segment]:
-        """The segments of the thread's next call, last one first, so that `pop` returns the first.
-
-        Starts the thread on the first call.
-        """
+        """The segments of the thread's next call, the first one at the end, for `pop`."""
         channel = self._channel
         if channel.closed:
             raise ValueError("the segment stream is closed; open another at its position")
@@ -147,11 +144,10 @@ class SegmentStream(Iterator[Segment]):
 
 
 class _Channel:
-    """The state that the reading thread and the consumer share.
+    """What the reading thread and the consumer share. `free` has an item per group to prefetch.
 
-    `free` holds one item per group that may still be prefetched. Two SimpleQueues and a flag
-    rather than one bounded Queue: `SimpleQueue.put` is reentrant, and the garbage collector may run
-    the finalizer while the same thread is inside another call to the queue.
+    Not one bounded Queue: `SimpleQueue.put` is reentrant, and the garbage collector may run the
+    finalizer while the same thread is inside another call to the queue.
     """
 
     def __init__(self, num_groups: int) -> None:

@@ -91,10 +91,8 @@ class Batch(Segment):
 def in_turns(
     plan: LanePlan, lanes: Sequence[int], *, num_rows: int, turn: int = 0
 ) -> Callable[[Iterable[Segment]], Iterator[Batch]]:
-    """The stage of a pipeline that divides segments of `lanes` into batches of `num_rows` rows.
-
-    `turn` is that of the first batch: the first segment was read in the turns before it.
-    """
+    """The stage of a pipeline that divides segments of `lanes` into batches of `num_rows` rows, of
+    which the first is that of `turn`."""
     row_of_lane = {lane: row for row, lane in enumerate(lanes)}
     lanes_of_turns = plan.lanes_in_turns(lanes)
 
@@ -152,10 +150,8 @@ class SegmentReader:
         self._epoch = lru_cache(maxsize=2)(self._open_epoch)  # a read needs one, rarely two
 
     def read(self, position: int, num_segments: int) -> list[Segment]:
-        """The next `num_segments` segments from lane position `position` on.
-
-        Reads all of them lane by lane: for short segments, most of the time is call overhead.
-        """
+        """The next `num_segments` segments from lane position `position` on."""
+        # Read lane by lane: for short segments, most of the time is call overhead.
         # Shapes: K segments, B lanes, T tokens of a segment
         tgt_len = self._plan.tgt_len
         stop = position + num_segments * tgt_len
@@ -292,10 +288,7 @@ def _read_group(source: TokenSource, order: EpochOrder, position: int) -> TokenC
 
 
 class LaneCursor:
-    """Reads ranges of tokens for one lane. Consecutive ranges are fastest.
-
-    Keeps one chunk of about `CHUNK_TOKENS` tokens. Not thread-safe.
-    """
+    """Reads ranges of tokens for one lane. Consecutive ranges are fastest. Not thread-safe."""
 
     def __init__(self) -> None:
         self._chunk = TokenChunk(-1, 0, 0, np.empty(0, np.uint8), np.empty(0, np.int32))

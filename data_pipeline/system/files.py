@@ -102,10 +102,7 @@ def overwrite_page(path: Path, text: str) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed processes left in `write_file(path, ...)`.
-
-    The caller must be the only process that writes `path`.
-    """
+    """Remove what killed processes left of `write_file(path, ...)`. No other may be writing it."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):  # harmless; the next start tries again
             leftover.unlink()
@@ -155,9 +152,8 @@ def unwritable_error(path: Path, error: OSError) -> ConfigError:
 def try_lock(descriptor: int, *, shared: bool = False, if_unsupported: bool = True) -> bool:
     """Take the lock of an open file or directory; False if another process prevents it.
 
-    The lock is exclusive, or `shared` by any number of processes. `if_unsupported` is the result on
-    a file system without locks. The lock is released when the descriptor is closed or the process
-    ends.
+    It is exclusive, or `shared` by any number of processes, until the descriptor is closed or the
+    process ends. `if_unsupported` is the result on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -174,7 +170,6 @@ def is_locked(path: Path, *, if_unsupported: bool = False) -> bool:
     """Whether a process holds the exclusive lock of a file; False without a file.
 
     Takes a shared lock for a moment: who wants the lock then waits POLL_SECONDS for it.
-    `if_unsupported` is the result on a file system without locks.
     """
     try:
         with open_descriptor(path) as descriptor:
@@ -229,13 +224,11 @@ class StagedDirectory:
 
     Files are written to a hidden staging folder inside the directory and synced. `publish` moves
     them to the directory, the manifest last. A process killed at any time leaves either no manifest
-    or a complete set. The next process reuses or discards the staged files. `publish` records size
-    and modification time of the files before it moves them: if the process is killed between two
-    moves, the next process moves those files back, and no others.
+    or a complete set. `publish` records size and modification time of the files before it moves
+    them: of an interrupted publication, the next process moves those files back, and no others.
 
-    Entering creates and locks the directory, and moves the files of an interrupted publication back
-    to the staging folder. Raises ConfigError for a path that cannot be a directory, DataError if
-    another process holds the lock.
+    Entering creates and locks the directory. Raises ConfigError for a path that cannot be a
+    directory, DataError if another process holds the lock.
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
     staging folder stays for the next process if `keep_staging` is true and the block was
@@ -276,8 +269,9 @@ class StagedDirectory:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        rejected = isinstance(error, ConfigError | DataError)
-        interrupted = isinstance(error, UnfinishedError) or not (error is None or rejected)
+        interrupted = isinstance(error, UnfinishedError) or not isinstance(
+            error, ConfigError | DataError | None
+        )
         # An OSError of a full or failing disk must not replace the exception being raised.
         with self._lock, contextlib.suppress(OSError):
             if not (self._is_unused or (self.keep_staging and interrupted)):
@@ -286,10 +280,7 @@ class StagedDirectory:
                 self.directory.rmdir()  # fails if it is not empty
 
     def stage(self, *, fresh: bool = True) -> Path:
-        """Create and return the staging folder. `fresh`: remove the files that are in it.
-
-        Raises ConfigError for a directory that is not writable.
-        """
+        """The staging folder, emptied if `fresh`. Raises ConfigError if it cannot be written."""
         require_writable(self.directory)
         self._is_unused = False
         if fresh:
@@ -304,10 +295,7 @@ class StagedDirectory:
             shutil.rmtree(self.path)
 
     def publish(self, names: Collection[str]) -> None:
-        """Move the staged files `names` into the directory, `last` after all others.
-
-        The files must be synced. Other staged files are removed on exit.
-        """
+        """Move the staged and synced files `names` into the directory, `last` after the others."""
         if self.last not in names:
             raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
         moves = {name: _stamp(self.path / name) for name in sorted(names) if name != self.last}

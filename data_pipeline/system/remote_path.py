@@ -78,9 +78,7 @@ class RemotePath:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file in this directory, by name; none if it does not exist, and for web
-        servers, which do not list.
-
-        S3 lists 1,000 files per request, where `stat` needs one request per file.
+        servers, which do not list. S3 lists 1,000 files per request; `stat` needs one per file.
         """
         if scheme_of(self.url) in ("http", "https"):
             return {}

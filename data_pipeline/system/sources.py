@@ -112,10 +112,9 @@ def file_system(url: str) -> Any:
 
 
 def retry_request(request: Callable[[], _T]) -> _T:
-    """The result of a request to an object store, after at most `_MAX_ATTEMPTS` attempts.
+    """The result of a request to an object store. The waits between attempts double.
 
-    The waits between attempts double. Raises FileNotFoundError, PermissionError and
-    IsADirectoryError without a retry, and UnreachableError when the last attempt fails.
+    Raises the errors of `_CERTAIN` without a retry, UnreachableError when the last attempt fails.
     """
     # A loop, not the package tenacity: with it this function is longer, and the import takes 40 ms.
     for attempt in range(_MAX_ATTEMPTS):
@@ -146,10 +145,7 @@ class UnreachableError(SourceError):
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether `error` or one of its causes is a failure that may pass.
-
-    True for a failing disk or server; False for a missing, forbidden or damaged file.
-    """
+    """Whether `error` or one of its causes may pass: of a disk or server, not of the file."""
     for each in _chain(error):
         if isinstance(each, SourceError):
             return isinstance(each, UnreachableError)

@@ -27,11 +27,8 @@ from data_pipeline.system.sources import counted_bytes, counting_bytes
 U = TypeVar("U")
 R = TypeVar("R")
 Progress = Callable[[str, int, int], None]
-"""progress(label, done_bytes, total_bytes), called often.
-
-Both count only the work of this run. Work that was finished before is in neither of them, so the
-total may decrease.
-"""
+"""progress(label, done_bytes, total_bytes), called often. Work that was finished before this run is
+in neither of them, so the total may decrease."""
 MAX_DEATHS = 2
 """Workers that one unit may kill. The first death may have another cause."""
 _GRACE_SECONDS = 5.0
@@ -70,9 +67,7 @@ class Workers(Protocol):
         """
 
     def unfinished_bytes(self) -> int:
-        """The bytes that are done of units that are not, if the workers count them. Any thread may
-        call this and `missing`.
-        """
+        """Bytes that are done of unfinished units. Any thread may call this and `missing`."""
 
     def missing(self) -> str:
         """What the workers wait for before any of them can start; "" if they work."""

@@ -145,7 +145,7 @@ class UnreachableError(SourceError):
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether `error` or one of its causes may pass: of a disk or server, not of the file."""
+    """Whether a disk or server that may work later has failed, not the file itself."""
     for each in _chain(error):
         if isinstance(each, SourceError):
             return isinstance(each, UnreachableError)

@@ -18,7 +18,7 @@ import psutil
 from fault_traces import Reached, read_trace
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from txl_dist.runtime.fault_injection import TRACE_VARIABLE
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"

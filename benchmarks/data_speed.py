@@ -21,8 +21,7 @@ import numpy as np
 from figures import Figure, print_figures
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import TOKENIZER_NAME, load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import TOKENIZER_NAME, PrepareSettings, load_manifest
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config.config_file import load_run_config
 from txl_dist.evaluation.distributed import evaluate

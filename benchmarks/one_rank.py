@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World

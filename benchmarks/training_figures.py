@@ -23,7 +23,7 @@ from pathlib import Path
 from figures import Figure, run_script
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig

@@ -50,6 +50,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def clock(seconds: float) -> str:
+    """`3:12:44`; of days, `75:12:44`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def printable(text: str) -> str:
     """`text` with control characters escaped, safe to print on a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tests.support.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests import gpu
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.runtime.process import num_gpus

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from data_pipeline.preparation import prepare as preparation
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.documents import (
     ROOT,

@@ -12,7 +12,7 @@ import symusic
 
 import txl_dist
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from examples.recall_agent import NUM_CUES, train
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))

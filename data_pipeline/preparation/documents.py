@@ -19,7 +19,7 @@ import numpy as np
 from data_pipeline.errors import UnfinishedError, counted
 from data_pipeline.shards.shard_index import NO_LINE, DocumentIds
 from data_pipeline.system.files import open_descriptor
-from data_pipeline.system.progress import count_bytes
+from data_pipeline.system.sources import count_bytes
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS
 
 RECORDS = "units"

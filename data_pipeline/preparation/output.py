@@ -33,10 +33,10 @@ from data_pipeline.shards.manifest import (
     TOKENIZER_NAME,
     VERSION,
     InputSummary,
+    PrepareSettings,
     ShardManifest,
     load_manifest,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.files import (
     STAGING,
     StagedDirectory,

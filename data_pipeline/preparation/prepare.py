@@ -41,18 +41,17 @@ from data_pipeline.shards.manifest import (
     DatasetHeader,
     IndexHeader,
     InputSummary,
+    PrepareSettings,
     ShardEntry,
     ShardManifest,
     SplitEntry,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,
     write_synced,
 )
-from data_pipeline.system.progress import Progress
-from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
+from data_pipeline.system.workers import InProcess, Progress, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import (
     Tokenizer,
     needs_training,

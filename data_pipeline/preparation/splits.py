@@ -38,7 +38,7 @@ from data_pipeline.readers.split_names import (
     split_order,
     unclear_files,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.training import FIXED_SPLIT, recipe_of
 

@@ -25,19 +25,18 @@ from data_pipeline.preparation.output import (
     record_finished,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan
-from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds
-from data_pipeline.shards.shard_writer import ShardWriter
+from data_pipeline.shards.shard_writer import ShardWriter, TextCounter
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,
     sha256_file,
     write_synced,
 )
-from data_pipeline.system.progress import Progress, count_bytes
+from data_pipeline.system.sources import count_bytes
 from data_pipeline.system.strict_json import canonical_json
-from data_pipeline.system.workers import Workers
+from data_pipeline.system.workers import Progress, Workers
 from data_pipeline.tokenizers import Tokenizer, cuts_of, load_tokenizer
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
 from data_pipeline.tokenizers.training import count_symbols

@@ -193,7 +193,7 @@ class _Blocks:
             if self._stored_bytes:
                 require_plausible_ratio(num_bytes, self._stored_bytes)
         except SourceError as error:
-            raise self.broken(error.reason) from error
+            raise self.broken(str(error.strerror)) from error
 
     def broken(self, reason: str) -> BrokenStreamError:
         return BrokenStreamError(reason, byte=self._position)

@@ -1,11 +1,10 @@
 """Prepared datasets on disk.
 
-    prepare_settings.py  the settings that determine the bytes of a dataset
-    shard_writer.py      documents -> blocks -> a tar (frames.py: zstd frames), and its index
-    shard_index.py       where frames, blocks and documents of a shard are
-    manifest.py          manifest.json: sizes and hashes of all files
-    shard_reader.py      tokens of any range, checked (shard_files.py: files, URLs, frame cache)
-    data_commands.py     `txl data verify`, `inspect` and `push`
+    shard_writer.py   documents -> blocks -> a tar (frames.py: zstd frames), and its index
+    shard_index.py    where frames, blocks and documents of a shard are
+    manifest.py       manifest.json: settings of `txl prepare`, sizes and hashes of all files
+    shard_reader.py   tokens of any range, checked (shard_files.py: files, URLs, frame cache)
+    data_commands.py  `txl data verify`, `inspect` and `push`
 
 This module refuses a directory that is not a dataset without importing numpy.
 """
@@ -27,8 +26,11 @@ def missing_manifest_error(directory: str | DatasetPath) -> DataError:
     """The error for a directory or URL without a manifest."""
     path = dataset_path(directory) / MANIFEST_NAME
     cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
-    remote = isinstance(path, RemotePath)
-    out = f"DIR, then txl data push DIR {path.parent}" if remote else path.parent
+    out = (
+        f"DIR, then txl data push DIR {path.parent}"
+        if isinstance(path, RemotePath)
+        else path.parent
+    )
     return DataError(
         f"{path}: {cause}, so this is not a complete dataset (an interrupted prepare writes no "
         f"manifest). Create it: txl prepare INPUT --out {out}"

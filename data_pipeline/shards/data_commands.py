@@ -34,10 +34,9 @@ from data_pipeline.shards.manifest import (
 from data_pipeline.shards.shard_files import what_to_check
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import sha256_file
-from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 from data_pipeline.system.sources import is_read_failure, scheme_of
-from data_pipeline.system.workers import InProcess, Workers
+from data_pipeline.system.workers import InProcess, Progress, Workers
 
 EXCERPT_TOKENS = 240
 WRITABLE = ("s3", "gs")
@@ -62,11 +61,8 @@ def verify_dataset(
     workers: Workers | None = None,
     progress: Progress = lambda *_: None,
 ) -> Verified:
-    """Hash every file again.
-
-    Raises DataError without a usable manifest, ReadFailureError if the manifest or the list of
-    files could not be read at the moment.
-    """
+    """Hash every file again. Raises DataError without a usable manifest, ReadFailureError if it or
+    the list of files could not be read at the moment."""
     try:
         manifest = load_manifest(directory)
         extra = _extra_files(manifest, (path.name for path in directory.iterdir()))
@@ -88,24 +84,22 @@ def verify_dataset(
     sizes = [shard.bytes + shard.index_bytes for shard in manifest.shards]
     done, total = 0, sum(sizes)
     progress("verifying", done, total)
-    found: dict[int, tuple[list[str], list[str]]] = {}
-    check = partial(_check_shard, local)
-    for number, result in (workers or InProcess()).map(check, manifest.shards):
-        found[number] = result
+    found = []
+    results = (workers or InProcess()).map(partial(_check_shard, local), manifest.shards)
+    for number, result in results:
+        found.append((number, *result))
         done += sizes[number]
         progress("verifying", done, total)
-    for number in sorted(found):  # workers finish in any order
-        problems += found[number][0]
-        unread += found[number][1]
+    for _, of_shard, not_read in sorted(found):  # workers finish in any order
+        problems += of_shard
+        unread += not_read
     return Verified(manifest, problems, unread, total)
 
 
 def _extra_files(manifest: ShardManifest, names: Iterable[str]) -> list[str]:
     """Names of shards and indexes that are not in the manifest, sorted."""
-    known = manifest.shard_files
-    return sorted(
-        name for name in names if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and name not in known
-    )
+    extra = {*names} - manifest.shard_files.keys()
+    return sorted(name for name in extra if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)))
 
 
 def _check_shard(directory: DatasetPath, shard: ShardEntry) -> tuple[list[str], list[str]]:
@@ -117,8 +111,9 @@ def _check_shard(directory: DatasetPath, shard: ShardEntry) -> tuple[list[str], 
             if problem := _file_problem(directory / name, size, sha256):
                 problems.append(f"{name}: {problem}")
         except OSError as error:
-            target = unread if is_read_failure(error) else problems
-            target.append(f"{name}: cannot be read: {error.strerror}")
+            (unread if is_read_failure(error) else problems).append(
+                f"{name}: cannot be read: {error.strerror}"
+            )
     return problems, unread
 
 
@@ -161,8 +156,9 @@ def excerpts(directory: DatasetPath, *, documents: int) -> list[Excerpt]:
             ids = source.read(document.block, document.start, stop)
             # errors="ignore": the excerpt may end inside a character.
             text = tokenizer.decode_bytes(ids).decode("utf-8", errors="ignore")
-            id_ = printable(document.id)
-            result.append(Excerpt(split, id_, document.num_tokens, printable(text)))
+            result.append(
+                Excerpt(split, printable(document.id), document.num_tokens, printable(text))
+            )
     return result
 
 

@@ -12,7 +12,6 @@ Source: github.com/facebook/zstd, contrib/seekable_format; RFC 8878 for frames a
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 import zstandard
@@ -92,7 +91,13 @@ class FrameWriter:
             raise ValueError(f"announced up to byte {self._planned_end}, got {self.num_raw_bytes}")
         if self._buffer:
             self._end_frame(self.num_raw_bytes)
-        self._emit(seek_table(self.frames))
+        # zstd's seekable format: one skippable frame.
+        table = b"".join(
+            struct.pack("<III", frame.compressed_size, frame.raw_size, frame.checksum)
+            for frame in self.frames
+        )
+        table += struct.pack("<IBI", len(self.frames), _ENTRIES_HAVE_CHECKSUMS, _SEEKABLE_MAGIC)
+        self._emit(struct.pack("<II", _SKIPPABLE_MAGIC, len(table)) + table)
 
     def abandon(self) -> None:
         """Write no more frames. tarfile flushes its buffer even when it is garbage collected."""
@@ -121,31 +126,16 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(data: bytes, *, limit: int) -> bytes:
-    """The inverse of `compress`.
-
-    Raises FrameError for other bytes, and before decoding if they declare more than `limit` bytes,
-    which zstandard would allocate.
-    """
+    """The inverse of `compress`. Raises FrameError for other bytes, and before decoding if they
+    declare more than `limit` bytes, which zstandard would allocate."""
     try:
         header = zstandard.get_frame_parameters(data)
         declared = max(header.content_size, header.window_size)
         if declared > limit:
             raise FrameError(f"it declares {declared:,} bytes, the limit is {limit:,}")
-        raw: bytes = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+        return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"zstd cannot decode it: {error}") from error
-    return raw
-
-
-def seek_table(frames: Sequence[Frame]) -> bytes:
-    """The seek table of zstd's seekable format for `frames`, one skippable frame."""
-    entries = b"".join(
-        struct.pack("<III", frame.compressed_size, frame.raw_size, frame.checksum)
-        for frame in frames
-    )
-    footer = struct.pack("<IBI", len(frames), _ENTRIES_HAVE_CHECKSUMS, _SEEKABLE_MAGIC)
-    body = entries + footer
-    return struct.pack("<II", _SKIPPABLE_MAGIC, len(body)) + body
 
 
 def decode_frame(data: bytes, frame: Frame) -> bytes:

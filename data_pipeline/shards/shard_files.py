@@ -89,8 +89,9 @@ def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
             if name not in sizes:
                 raise damaged_file(directory / name, "is missing, or not a regular file")
             if sizes[name] != expected:
-                problem = f"is {sizes[name]:,} bytes, expected {expected:,}"
-                raise damaged_file(directory / name, problem)
+                raise damaged_file(
+                    directory / name, f"is {sizes[name]:,} bytes, expected {expected:,}"
+                )
 
 
 def unreadable_file(path: DatasetPath, part: str, error: OSError) -> DataError:
@@ -105,9 +106,8 @@ def unreadable_file(path: DatasetPath, part: str, error: OSError) -> DataError:
 
 def what_to_check(path: DatasetPath) -> str:
     """The likely causes when a file cannot be read."""
-    if isinstance(path, RemotePath):
-        return "the address, the credentials and the network"
-    return "the disk and the permissions"
+    local, remote = "the disk and the permissions", "the address, the credentials and the network"
+    return remote if isinstance(path, RemotePath) else local
 
 
 def damaged_file(path: DatasetPath, problem: str) -> DataError:

@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame, FrameError, compress, decompress
+from data_pipeline.shards.frames import MAX_FRAME_BYTES, FrameError, compress, decompress
 from data_pipeline.shards.manifest import ShardEntry, TextCounts
 from data_pipeline.shards.shard_files import damaged_file
 from data_pipeline.system.remote_path import DatasetPath
@@ -78,15 +77,6 @@ class ShardIndex:
     document_starts: np.ndarray
     """int64 [D]: first token of every document, relative to its block's start. Read-only."""
 
-    @cached_property
-    def frame_ends(self) -> np.ndarray:
-        """int64 [F]: raw byte after every frame."""
-        ends: np.ndarray = self.frames[:, 2] + self.frames[:, 3]
-        return ends
-
-    def frame(self, number: int) -> Frame:
-        return Frame(*self.frames[number].tolist())
-
 
 # --- writing ------------------------------------------------------------------------------------
 
@@ -129,8 +119,7 @@ def checked_index(
         starts, ids = unpack_documents(table, num_documents=entry.documents)
         _check_starts(starts, arrays)
     except (SafetensorError, KeyError, ValueError, AttributeError) as error:
-        problem = f"contradicts the manifest or itself: {error}"
-        raise damaged_file(path, problem) from error
+        raise damaged_file(path, f"contradicts the manifest or itself: {error}") from error
     starts.flags.writeable = False  # the reader returns parts of it
     return ShardIndex(**arrays, document_starts=starts), ids
 

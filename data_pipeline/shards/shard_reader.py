@@ -8,12 +8,12 @@ step (`txl data verify` does it).
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from data_pipeline.shards.frames import FrameError, decode_frame
+from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import NO_CACHE, FrameCache, check_sizes, damaged_file
 from data_pipeline.shards.shard_index import DocumentIds, ShardIndex, checked_index
@@ -80,15 +80,12 @@ class SplitReader:
         self._index = lru_cache(CACHED_INDEXES)(lambda shard: self._read_index(shard)[0])
         self._cache = FrameCache.of_user() if isinstance(self.directory, RemotePath) else NO_CACHE
         shards = self.entry.shards
+        self.num_tokens = self.entry.tokens
         check_sizes(self.directory, shards)
         with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
             indexes = pool.map(self._index, range(len(shards)))
             self.block_tokens = np.concatenate([index.block_tokens for index in indexes])
         self._first_block = np.cumsum([0, *(shard.blocks for shard in shards)])
-
-    @property
-    def num_tokens(self) -> int:
-        return self.entry.tokens
 
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block], rising from 0; a read-only view."""
@@ -143,9 +140,13 @@ class SplitReader:
 
     def _read_index(self, shard: int) -> tuple[ShardIndex, DocumentIds]:
         entry = self.entry.shards[shard]
-        path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
-        check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
-        return self._cache.read(path, 0, entry.index_bytes, sha256=entry.index_sha256, check=check)
+        return self._cache.read(
+            self.directory / entry.index_name,
+            0,
+            entry.index_bytes,
+            sha256=entry.index_sha256,
+            check=lambda data: checked_index(data, self.directory, entry, self.dtype.itemsize),
+        )
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""
@@ -153,8 +154,9 @@ class SplitReader:
             return b""
         index = self._index(shard)
         # The frames that contain byte `first` and byte `last - 1`.
-        low = int(np.searchsorted(index.frame_ends, first, side="right"))
-        high = int(np.searchsorted(index.frame_ends, last, side="left"))
+        ends = index.frames[:, 2] + index.frames[:, 3]
+        low = int(np.searchsorted(ends, first, side="right"))
+        high = int(np.searchsorted(ends, last, side="left"))
         parts = []
         for number in range(low, high + 1):
             data = self._frame(shard, number)
@@ -164,7 +166,7 @@ class SplitReader:
 
     def _read_frame(self, shard: int, number: int) -> bytes:
         """A decoded frame of a shard. Raises DataError naming its place if it is damaged."""
-        entry, frame = self.entry.shards[shard], self._index(shard).frame(number)
+        entry, frame = self.entry.shards[shard], Frame(*self._index(shard).frames[number].tolist())
         path, offset = self.directory / entry.name, frame.compressed_offset
         place = f"frame {number} at byte {offset:,}"
 
@@ -188,8 +190,8 @@ def open_split(
 ) -> SplitReader:
     """Open one split, from a directory or a URL. `manifest` is loaded if None.
 
-    Raises DataError for a missing split or shard, a wrong size, or an index that is not the
-    manifest's. Frames are checked when they are read.
+    Raises DataError for a missing split or shard, a wrong size, or a wrong index.
     """
-    manifest = manifest or load_manifest(directory)
-    return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)
+    return SplitReader(
+        directory, split, manifest=manifest or load_manifest(directory), cache_frames=cache_frames
+    )

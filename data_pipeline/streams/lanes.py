@@ -35,8 +35,8 @@ to the next, it is as at the end of a slice. Two lanes at offset o, continued by
 Each rank reads whole lanes (`lanes_of_rank`). The content of a lane does not depend on the number
 of ranks, so a run can stop on 8 ranks and resume, with its memory, on 3.
 
-This module is pure integer arithmetic. `order.py` defines the order of an epoch; `cursor.py` and
-`segments.py` read the tokens.
+This module is pure integer arithmetic. `order.py` defines the order of an epoch; `segments.py`
+reads the tokens.
 
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2. The cut into equal
 slices is `batchify` of the paper's code, here applied to every epoch and to any order.
@@ -163,9 +163,8 @@ class LanePlan:
         return EpochProgress(epoch, merged(read), merged(unread))
 
     def _remainder_of(self, epoch: int) -> Remainder:
-        if self.remainder is not None and epoch == self.first_epoch:
-            return self.remainder
-        return Remainder(((0, self.num_tokens),))
+        whole = Remainder(((0, self.num_tokens),))
+        return self.remainder if self.remainder and epoch == self.first_epoch else whole
 
     def lanes_of_rank(self, rank: int, num_ranks: int) -> range:
         """The lanes that one of W ranks reads: [floor(rL / W), floor((r + 1)L / W)).

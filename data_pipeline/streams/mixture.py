@@ -19,21 +19,17 @@ A part may begin inside a document. The age of its tokens counts from the start 
 the tokens before it are elsewhere in the epoch. Decision 9 has the alternatives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.order import Ordering
-
-if TYPE_CHECKING:
-    from data_pipeline.shards.shard_reader import TokenSource
 
 MAX_PASSES = 1000
 """Most passes over a corpus per epoch. More is probably a typing error, and every pass costs 32
@@ -92,10 +88,7 @@ class CyclicCorpus:
         """
         self.source, self.tokens_per_epoch = source, tokens_per_epoch
         self._start, self._first_epoch = start, first_epoch
-        num_blocks = len(source.block_tokens)
-        self._blocks = np.arange(num_blocks)
-        if ordering.blocks is not None:
-            self._blocks = ordering.blocks(seed, key, num_ids=num_blocks)
+        self._blocks = ordering.order_of_blocks(seed, key, num_blocks=len(source.block_tokens))
         self._tokens = source.block_tokens[self._blocks]
         self._starts = np.cumsum(self._tokens) - self._tokens
 
@@ -112,8 +105,8 @@ class CyclicCorpus:
         last = np.minimum(starts + np.tile(self._tokens, passes), stop)
         chosen = first < last
         middle = ((first + last) / 2 - start) / self.tokens_per_epoch
-        block = np.tile(self._blocks, passes)
-        return Parts(*(column[chosen] for column in (block, first - starts, last - first, middle)))
+        columns = (np.tile(self._blocks, passes), first - starts, last - first, middle)
+        return Parts(*(column[chosen] for column in columns))
 
 
 @dataclass(slots=True, eq=False)
@@ -132,10 +125,7 @@ class MixedEpoch:
     """The part's first token, relative to that block's start."""
 
     def document_starts(self, block: int) -> NDArray[np.int64]:
-        """First tokens of the documents of a part, rising from 0.
-
-        A document that is cut by the part's beginning starts at 0.
-        """
+        """First tokens of the documents of a part; one cut by the part's beginning starts at 0."""
         source, corpus_block, first = self._locate(block)
         starts = source.document_starts(corpus_block)
         # From the document that contains the part's first token to the last that starts in it.

@@ -22,7 +22,7 @@ that each token is read once per epoch.
 A change of the number of lanes inside an epoch leaves one unread range per lane: the remainder.
 `lanes.py` joins the ranges and cuts the new lanes from the result, as it does from a whole epoch.
 
-This module opens no files (`cursor.py` reads) and does not know lanes (`lanes.py` cuts them).
+This module opens no files (`segments.py` reads) and does not know lanes (`lanes.py` cuts them).
 
 Source: splitmix64, Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators",
 doi:10.1145/2660193.2660195, with the constants of Vigna's public-domain splitmix64.c.
@@ -97,6 +97,10 @@ class Ordering:
         """An entry of `ORDERINGS`, cut into pieces of `piece_len` tokens if it is given."""
         return replace(ORDERINGS[name], piece_len=piece_len)
 
+    def order_of_blocks(self, *prefix: int, num_blocks: int) -> NDArray[np.int64]:
+        """The numbers of the blocks in reading order."""
+        return self.blocks(*prefix, num_ids=num_blocks) if self.blocks else np.arange(num_blocks)
+
 
 ORDERINGS = {
     "none": Ordering(),
@@ -131,13 +135,8 @@ class EpochOrder:
         Costs one sort of the blocks (about 2**18 tokens each), so an order is computed when its
         epoch begins and not stored.
         """
-        num_blocks = len(block_tokens)
-        if ordering.blocks is not None:
-            blocks = ordering.blocks(seed, epoch, num_ids=num_blocks)
-        else:
-            blocks = np.arange(num_blocks, dtype=np.int64)
-        starts = np.zeros(num_blocks + 1, np.int64)
-        np.cumsum(block_tokens[blocks], out=starts[1:])
+        blocks = ordering.order_of_blocks(seed, epoch, num_blocks=len(block_tokens))
+        starts = np.concatenate([[0], np.cumsum(block_tokens[blocks])])
         return cls(seed=seed, epoch=epoch, ordering=ordering, blocks=blocks, starts=starts)
 
     @property

@@ -13,23 +13,19 @@ A thread, not a process: zstd releases the GIL while it decodes, and segments ar
 processes.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from data_pipeline.errors import UnreadableError
 from data_pipeline.shards.shard_files import file_read_by, what_to_check
+from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import MixedSource
 from data_pipeline.streams.order import ORDERINGS, Ordering
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
-
-if TYPE_CHECKING:
-    from data_pipeline.shards.shard_reader import TokenSource
 
 GROUP_TOKENS = 1 << 16
 """Tokens that the thread reads in one call: enough to amortize the call, small enough for the CPU's
@@ -38,7 +34,7 @@ CLOSE_TIMEOUT_SECONDS = 5.0
 """How long `close` waits for a hanging read. After that the daemon thread ends with the process."""
 
 
-class SegmentStream:
+class SegmentStream(Iterator[Segment]):
     """Segments of some lanes from `position` on, without end, prefetched by one thread.
 
     `prefetch_segments` limits the number of prefetched segments; it changes no value. An exception
@@ -70,7 +66,8 @@ class SegmentStream:
         self._reader = SegmentReader(
             source, plan, lanes=lanes, reset=reset, ordering=ordering, seed=seed
         )
-        self._position, self._tgt_len = position, plan.tgt_len
+        self.position, self._tgt_len = position, plan.tgt_len
+        """Lane position of the segment that `next` will return."""
         self._timeout_seconds = timeout_seconds
         # One segment per call for long segments, several for short ones: a call has a fixed cost.
         segment_tokens = max(1, len(lanes)) * plan.tgt_len
@@ -80,11 +77,6 @@ class SegmentStream:
         self._end_thread = weakref.finalize(self, self._channel.close)
 
     @property
-    def position(self) -> int:
-        """Lane position of the segment that `next` will return."""
-        return self._position
-
-    @property
     def has_segment(self) -> bool:
         """Whether `next` returns without waiting."""
         return bool(self._group) or not self._channel.filled.empty()
@@ -92,11 +84,8 @@ class SegmentStream:
     def segments_before(self, num_segments: int) -> list[Segment]:
         """The segments before `position`, to replay them. Call it before the first `next`."""
         assert self._channel.thread is None, "the thread uses the reader"
-        start = self._position - num_segments * self._tgt_len
+        start = self.position - num_segments * self._tgt_len
         return self._reader.read(start, num_segments) if num_segments else []
-
-    def __iter__(self) -> Self:
-        return self
 
     def __call__(self) -> Self:
         """`wds.DataPipeline` calls its source to open it."""
@@ -106,22 +95,21 @@ class SegmentStream:
         if not self._group:
             self._group = self._next_group()
         segment = self._group.pop()
-        self._position = segment.next_position
+        self.position = segment.next_position
         return segment
 
     def _next_group(self) -> list[Segment]:
-        """The segments of the thread's next call, last one first, so that `pop` returns the first.
-
-        Starts the thread on the first call.
-        """
+        """The segments of the thread's next call, the first one at the end, for `pop`."""
         channel = self._channel
         if channel.closed:
             raise ValueError("the segment stream is closed; open another at its position")
         if channel.thread is None:
             # The thread must not reference the stream, or it would never be collected.
-            arguments = self._reader, self._position, self._group_segments, channel
             channel.thread = threading.Thread(
-                target=_prefetch, args=arguments, name="segment-stream", daemon=True
+                target=_prefetch,
+                args=(self._reader, self.position, self._group_segments, channel),
+                name="segment-stream",
+                daemon=True,
             )
             channel.thread.start()
         try:
@@ -139,7 +127,7 @@ class SegmentStream:
         place = f"{file} could not be read" if file else "no tokens could be read"
         causes = what_to_check(file) if file else "the disk or the network"
         return UnreadableError(
-            f"{place} within {self._timeout_seconds:g} s (lane position {self._position:,}). Check "
+            f"{place} within {self._timeout_seconds:g} s (lane position {self.position:,}). Check "
             f"{causes}, then run it again: nothing was changed."
         )
 
@@ -156,11 +144,10 @@ class SegmentStream:
 
 
 class _Channel:
-    """The state that the reading thread and the consumer share.
+    """What the reading thread and the consumer share. `free` has an item per group to prefetch.
 
-    `free` holds one item per group that may still be prefetched. Two SimpleQueues and a flag
-    rather than one bounded Queue: `SimpleQueue.put` is reentrant, and the garbage collector may run
-    the finalizer while the same thread is inside another call to the queue.
+    Not one bounded Queue: `SimpleQueue.put` is reentrant, and the garbage collector may run the
+    finalizer while the same thread is inside another call to the queue.
     """
 
     def __init__(self, num_groups: int) -> None:

@@ -35,13 +35,20 @@ _MOVES = "moves.json"
 """In the staging folder: the files that may already be in the target, written before any move."""
 
 
-def fsync_directory(directory: Path) -> None:
-    """Sync a directory, so that renames inside it survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+@contextlib.contextmanager
+def open_descriptor(path: str | Path, flags: int = os.O_RDONLY | os.O_NONBLOCK) -> Iterator[int]:
+    """A descriptor, for reading by default. Opening a named pipe does not wait for a writer."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Sync a directory, so that renames inside it survive a power failure."""
+    with open_descriptor(directory) as descriptor:
+        os.fsync(descriptor)
 
 
 def write_synced(path: Path, data: bytes | Iterable[bytes]) -> None:
@@ -90,18 +97,12 @@ def overwrite_page(path: Path, text: str) -> None:
     data = text.encode().ljust(PAGE_BYTES)
     if len(data) > PAGE_BYTES:
         raise ValueError(f"{path}: {len(data)} bytes do not fit into a page of {PAGE_BYTES}")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with open_descriptor(path, os.O_WRONLY | os.O_CREAT) as descriptor:
         os.pwrite(descriptor, data, 0)
-    finally:
-        os.close(descriptor)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed processes left in `write_file(path, ...)`.
-
-    The caller must be the only process that writes `path`.
-    """
+    """Remove what killed processes left of `write_file(path, ...)`. No other may be writing it."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):  # harmless; the next start tries again
             leftover.unlink()
@@ -111,16 +112,6 @@ def sha256_file(path: "DatasetPath") -> str:
     """Hex sha256 of a file, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def open_descriptor(path: str | Path) -> Iterator[int]:
-    """A descriptor for reading. Opening a named pipe does not wait for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -161,9 +152,8 @@ def unwritable_error(path: Path, error: OSError) -> ConfigError:
 def try_lock(descriptor: int, *, shared: bool = False, if_unsupported: bool = True) -> bool:
     """Take the lock of an open file or directory; False if another process prevents it.
 
-    The lock is exclusive, or `shared` by any number of processes. `if_unsupported` is the result on
-    a file system without locks. The lock is released when the descriptor is closed or the process
-    ends.
+    It is exclusive, or `shared` by any number of processes, until the descriptor is closed or the
+    process ends. `if_unsupported` is the result on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -180,16 +170,12 @@ def is_locked(path: Path, *, if_unsupported: bool = False) -> bool:
     """Whether a process holds the exclusive lock of a file; False without a file.
 
     Takes a shared lock for a moment: who wants the lock then waits POLL_SECONDS for it.
-    `if_unsupported` is the result on a file system without locks.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_descriptor(path) as descriptor:
+            return not try_lock(descriptor, shared=True, if_unsupported=not if_unsupported)
     except OSError:
         return False
-    try:
-        return not try_lock(descriptor, shared=True, if_unsupported=not if_unsupported)
-    finally:
-        os.close(descriptor)
 
 
 def wait_for_lock(descriptor: int, *, timeout_seconds: float) -> bool:
@@ -238,13 +224,11 @@ class StagedDirectory:
 
     Files are written to a hidden staging folder inside the directory and synced. `publish` moves
     them to the directory, the manifest last. A process killed at any time leaves either no manifest
-    or a complete set. The next process reuses or discards the staged files. `publish` records size
-    and modification time of the files before it moves them: if the process is killed between two
-    moves, the next process moves those files back, and no others.
+    or a complete set. `publish` records size and modification time of the files before it moves
+    them: of an interrupted publication, the next process moves those files back, and no others.
 
-    Entering creates and locks the directory, and moves the files of an interrupted publication back
-    to the staging folder. Raises ConfigError for a path that cannot be a directory, DataError if
-    another process holds the lock.
+    Entering creates and locks the directory. Raises ConfigError for a path that cannot be a
+    directory, DataError if another process holds the lock.
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
     staging folder stays for the next process if `keep_staging` is true and the block was
@@ -260,44 +244,43 @@ class StagedDirectory:
         self.path = directory / STAGING
         self.keep_staging = False
         self._is_unused = keeps_unused
-        self._descriptor = -1
-        self._created = False
 
     def __enter__(self) -> Self:
-        with explain_disk_errors("opening the output directory", self.directory):
-            self._create()
-            self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        with (
+            explain_disk_errors("opening the output directory", self.directory),
+            contextlib.ExitStack() as lock,
+        ):
             try:
-                if not (try_lock(self._descriptor) and self._is_present()):
-                    raise DataError(
-                        f"{self.directory}: another process is writing here. Wait for it, or "
-                        "choose another --out."
-                    )
-                self._undo_interrupted_publication()
-                self.keep_staging = self.path.is_dir()
-            except BaseException:
-                os.close(self._descriptor)
-                raise
+                self._created = not self.directory.exists()
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    raise
+                raise unwritable_error(self.directory, error) from error
+            descriptor = lock.enter_context(open_descriptor(self.directory))
+            if not (try_lock(descriptor) and self._is_still(descriptor)):
+                raise DataError(
+                    f"{self.directory}: another process is writing here. Wait for it, or choose "
+                    "another --out."
+                )
+            self._undo_interrupted_publication()
+            self.keep_staging = self.path.is_dir()
+            self._lock = lock.pop_all()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        rejected = isinstance(error, ConfigError | DataError)
-        interrupted = isinstance(error, UnfinishedError) or not (error is None or rejected)
-        try:
-            # An OSError of a full or failing disk must not replace the exception being raised.
-            with contextlib.suppress(OSError):
-                if not (self._is_unused or (self.keep_staging and interrupted)):
-                    self.discard()
-                if self._created:
-                    self.directory.rmdir()  # fails if it is not empty
-        finally:
-            os.close(self._descriptor)
+        interrupted = isinstance(error, UnfinishedError) or not isinstance(
+            error, ConfigError | DataError | None
+        )
+        # An OSError of a full or failing disk must not replace the exception being raised.
+        with self._lock, contextlib.suppress(OSError):
+            if not (self._is_unused or (self.keep_staging and interrupted)):
+                self.discard()
+            if self._created:
+                self.directory.rmdir()  # fails if it is not empty
 
     def stage(self, *, fresh: bool = True) -> Path:
-        """Create and return the staging folder. `fresh`: remove the files that are in it.
-
-        Raises ConfigError for a directory that is not writable.
-        """
+        """The staging folder, emptied if `fresh`. Raises ConfigError if it cannot be written."""
         require_writable(self.directory)
         self._is_unused = False
         if fresh:
@@ -312,10 +295,7 @@ class StagedDirectory:
             shutil.rmtree(self.path)
 
     def publish(self, names: Collection[str]) -> None:
-        """Move the staged files `names` into the directory, `last` after all others.
-
-        The files must be synced. Other staged files are removed on exit.
-        """
+        """Move the staged and synced files `names` into the directory, `last` after the others."""
         if self.last not in names:
             raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
         moves = {name: _stamp(self.path / name) for name in sorted(names) if name != self.last}
@@ -345,20 +325,11 @@ class StagedDirectory:
             if path.exists() and _stamp(path) == stamp:  # else somebody put another file here
                 path.replace(self.path / name)
 
-    def _create(self) -> None:
-        try:
-            self._created = not self.directory.exists()
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                raise
-            raise unwritable_error(self.directory, error) from error
-
-    def _is_present(self) -> bool:
+    def _is_still(self, descriptor: int) -> bool:
         """Whether the open directory still has its name: a process that had created it may have
         removed it before it was locked here, and another one may have created it again."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), self.directory.stat())
+            return os.path.samestat(os.fstat(descriptor), self.directory.stat())
         except FileNotFoundError:
             return False
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from data_pipeline.system.sources import (
     SourceError,
@@ -23,8 +23,6 @@ from data_pipeline.system.sources import (
     scheme_of,
     shown,
 )
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,7 @@ class RemotePath:
     def __str__(self) -> str:
         return shown(self.url)
 
-    def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
+    __repr__ = __str__  # without the secrets of the URL
 
     def __truediv__(self, name: str) -> "RemotePath":
         base, separator, query = self._split()
@@ -76,16 +73,12 @@ class RemotePath:
     def is_dir(self) -> bool:
         """Whether there are objects below; on a web server, whether the page exists."""
         with contextlib.suppress(OSError):
-            if scheme_of(self.url) in ("http", "https"):
-                return bool(self._request(lambda system: system.exists(self.url)))
-            return bool(self._request(lambda system: system.ls(self.url, detail=False)))
+            return bool(self._request(lambda system: system.exists(self.url)))
         return False
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file in this directory, by name; none if it does not exist, and for web
-        servers, which do not list.
-
-        S3 lists 1,000 files per request, where `stat` needs one request per file.
+        servers, which do not list. S3 lists 1,000 files per request; `stat` needs one per file.
         """
         if scheme_of(self.url) in ("http", "https"):
             return {}
@@ -105,20 +98,19 @@ class RemotePath:
         return (self / name for name in self.sizes())
 
     def read_bytes(self) -> bytes:
-        data: bytes = self._request(lambda system: system.cat_file(self.url))
-        return data
+        return bytes(self._request(lambda system: system.cat_file(self.url)))
 
     def read_range(self, first: int, size: int) -> bytes:
         """Bytes [first, first + size) in one request; fewer if the file ends before."""
 
         def fetch(system: Any) -> bytes:
-            data: bytes = system.cat_file(self.url, start=first, end=first + size)
+            data = bytes(system.cat_file(self.url, start=first, end=first + size))
             # A proxy may cut a response and report the shorter length: the client sees no error.
             if len(data) < size and first + len(data) < (system.info(self.url).get("size") or 0):
                 raise UnreachableError(f"the response ended after {len(data):,} of {size:,} bytes")
             return data
 
-        data = self._request(fetch)
+        data: bytes = self._request(fetch)
         if len(data) > size:
             raise SourceError("its server ignores byte ranges; use a server that supports them")
         return data
@@ -142,7 +134,7 @@ class RemotePath:
         with contextlib.suppress(FileNotFoundError):
             self._request(lambda system: system.rm(self.url, recursive=True))
 
-    def _request(self, request: Callable[[Any], _T]) -> _T:
+    def _request(self, request: Callable[[Any], Any]) -> Any:
         system = file_system(self.url)
         return retry_request(lambda: request(system))
 

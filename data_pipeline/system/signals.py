@@ -82,10 +82,12 @@ class StopSignals:
         self._listener.start()
         # Python's C handler writes the number of a signal here, whatever the threads are doing.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        # nohup ignores SIGHUP, and means it.
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_nohup]
-        self._previous = {n: signal.signal(n, _ignore_in_main_thread) for n in caught}
+        self._previous = {
+            n: signal.signal(n, _ignore_in_main_thread)
+            for n in STOP_SIGNALS
+            # nohup ignores SIGHUP, and means it.
+            if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,11 +150,7 @@ def _ignore_in_main_thread(_number: int, _frame: FrameType | None) -> None:
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM raises KeyboardInterrupt. Enter it again after ray.init, which takes SIGTERM."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -161,10 +159,8 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread; child processes that it starts inherit that (they must call
-    `ignore_interrupts`).
-
-    A spawned Python imports for some tenths of a second before its first line can ignore SIGINT.
+    """Block SIGINT in this thread and its children, which must call `ignore_interrupts`: a spawned
+    Python imports for some tenths of a second before its first line can ignore SIGINT.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -174,19 +170,15 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Ignore SIGINT in a worker: Ctrl-C reaches the whole process group, the parent decides.
-
-    Also one that arrived while it was blocked (`interrupts_blocked`).
+    """Ignore SIGINT in a worker, also one that arrived while it was blocked: Ctrl-C reaches the
+    whole process group, and the parent decides.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def block_stop_signals() -> None:
-    """Block the stop signals in this thread and in the processes that it starts (they inherit it).
-
-    The other threads of this process still receive them.
-    """
+    """Block the stop signals in this thread and in the processes that it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
@@ -205,10 +197,8 @@ def exit_without_teardown(code: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # a closed pipe or a full disk: the same exit code
             stream.flush()
-        except (OSError, ValueError):
-            continue  # a closed pipe or a full disk does not change the exit code
     os._exit(code)
 
 

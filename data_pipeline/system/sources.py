@@ -3,6 +3,8 @@
 Every failure of a stream is an OSError with a readable text: a truncated or damaged compressed
 stream, bytes after its end, a decompression bomb, a broken connection. The RAM of a stream is
 bounded: it does not grow with the decompressed size or with what a header declares.
+
+The bytes that are read are counted, as the progress of the current unit of work.
 """
 
 import bz2
@@ -16,13 +18,12 @@ import re
 import stat
 import sys
 import time
-import zipfile
+import types
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, BinaryIO, Literal, Protocol, TypeVar
+from typing import IO, Any, BinaryIO, Literal, TypeVar
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.system.progress import count_bytes
 
 if sys.version_info >= (3, 14):
     from compression.zstd import DecompressionParameter, ZstdError, ZstdFile
@@ -47,7 +48,7 @@ _URL_BLOCK_BYTES = 8 * 2**20
 _MAX_WINDOW_LOG = 27  # 128 MiB: the limit of `zstd -d` without --long
 _MAX_XZ_BYTES = 192 * 2**20
 """RAM of an xz decoder. `xz -9` needs 65 MiB; dictionaries of more than 128 MiB are refused."""
-_COMPRESSED_BYTES = 256 * 2**10
+_BUFFER_BYTES = 256 * 2**10
 MAX_RATIO = 1000
 """Decompressed bytes per stored byte. Text has 3 to 10, very repetitive text 100."""
 MIN_BYTES = 256 * 2**20
@@ -111,10 +112,9 @@ def file_system(url: str) -> Any:
 
 
 def retry_request(request: Callable[[], _T]) -> _T:
-    """The result of a request to an object store, after at most `_MAX_ATTEMPTS` attempts.
+    """The result of a request to an object store. The waits between attempts double.
 
-    The waits between attempts double. Raises FileNotFoundError, PermissionError and
-    IsADirectoryError without a retry, and UnreachableError when the last attempt fails.
+    Raises the errors of `_CERTAIN` without a retry, UnreachableError when the last attempt fails.
     """
     # A loop, not the package tenacity: with it this function is longer, and the import takes 40 ms.
     for attempt in range(_MAX_ATTEMPTS):
@@ -134,14 +134,10 @@ def retry_request(request: Callable[[], _T]) -> _T:
 
 
 class SourceError(OSError):
-    """A stream that cannot be read any further. `reason` is the text for the user."""
+    """A stream that cannot be read any further. `strerror` is the text for the user."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
-
-    @property
-    def reason(self) -> str:
-        return str(self.strerror)
 
 
 class UnreachableError(SourceError):
@@ -149,10 +145,7 @@ class UnreachableError(SourceError):
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether `error` or one of its causes is a failure that may pass.
-
-    True for a failing disk or server; False for a missing, forbidden or damaged file.
-    """
+    """Whether a disk or server that may work later has failed, not the file itself."""
     for each in _chain(error):
         if isinstance(each, SourceError):
             return isinstance(each, UnreachableError)
@@ -183,9 +176,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def reject_reason(error: OSError) -> str:
     """The text of an OSError, for `Reject.reason`."""
-    if isinstance(error, SourceError):
-        return error.reason
-    return f"cannot be read: {error.strerror or type(error).__name__}"
+    reason = error.strerror or type(error).__name__
+    return reason if isinstance(error, SourceError) else f"cannot be read: {reason}"
 
 
 @contextlib.contextmanager
@@ -195,16 +187,13 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
     The stream is seekable if `path` is not compressed and, for a URL, the server supports ranges.
     A local path must be a regular file.
     """
-    with contextlib.ExitStack() as stack:
-        raw: BinaryIO
-        if scheme_of(path):
-            raw = stack.enter_context(buffered(_UrlStream(path)))
-        else:
-            # Checked before opening, because opening a pipe blocks until it has a writer.
-            if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
-                raise SourceError("not a regular file")
-            raw = stack.enter_context(buffered(_CountedFile(path)))
-        yield stack.enter_context(decompressed(raw, compression))
+    is_local = not scheme_of(path)
+    # Checked before opening, because opening a pipe blocks until it has a writer.
+    if is_local and not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
+        raise SourceError("not a regular file")
+    raw = _CountedFile(path) if is_local else _UrlStream(path)
+    with io.BufferedReader(raw, _BUFFER_BYTES) as file, decompressed(file, compression) as stream:
+        yield stream
 
 
 @contextlib.contextmanager
@@ -217,14 +206,13 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     # gzip, bz2 and zstd modules read an empty file as an empty stream; their programs refuse it.
     if not raw.peek(1):  # type: ignore[attr-defined]
         raise SourceError(f"truncated {name} stream: the file is empty")
-    file: Decompressor
+    file: Any
     if compression == "gz":
         file = gzip.GzipFile(fileobj=raw)
     elif compression == "zst":
         # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a
         # frame raises EOFError; the package zstandard would end there without an error.
-        options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
-        file = ZstdFile(raw, options=options)
+        file = ZstdFile(raw, options={int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG})
     elif compression == "bz2":
         file = _JoinedStreams(raw, bz2.BZ2Decompressor)
     else:
@@ -233,14 +221,9 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
         )
     # A long line of equal characters is legitimate, and gzip cannot expand more than 1,032 times.
     has_limit = compression in ("bz2", "xz")
-    with buffered(DecompressedStream(file, name, raw.tell if has_limit else None)) as stream:
+    plain = DecompressedStream(file, name, raw.tell if has_limit else None)
+    with io.BufferedReader(plain, _BUFFER_BYTES) as stream:
         yield stream
-
-
-class Decompressor(Protocol):
-    """What a decompressed file must be able to do."""
-
-    def read1(self, size: int, /) -> bytes: ...
 
 
 class _JoinedStreams:
@@ -260,12 +243,12 @@ class _JoinedStreams:
         while True:
             new = b""
             if self._decoder.eof:
-                new = self._decoder.unused_data or self._raw.read(_COMPRESSED_BYTES)
+                new = self._decoder.unused_data or self._raw.read(_BUFFER_BYTES)
                 new = new.lstrip(b"\0")  # xz streams may be padded with zeros
                 if not new and not self._raw.peek(1):  # type: ignore[attr-defined]
                     return b""
                 self._decoder = self._start()
-            elif self._decoder.needs_input and not (new := self._raw.read(_COMPRESSED_BYTES)):
+            elif self._decoder.needs_input and not (new := self._raw.read(_BUFFER_BYTES)):
                 raise EOFError
             if data := self._decoder.decompress(new, size):
                 return data
@@ -278,10 +261,6 @@ class _CountedFile(io.FileIO):
         size = super().readinto(buffer) or 0
         count_bytes(size)
         return size
-
-
-def buffered(raw: io.RawIOBase) -> BinaryIO:
-    return io.BufferedReader(raw, buffer_size=256 * 2**10)
 
 
 class _UrlStream(io.RawIOBase):
@@ -317,8 +296,7 @@ class _UrlStream(io.RawIOBase):
             try:
                 data = self._file.read(len(buffer))
             except Exception as error:
-                reason = f"the connection broke: {type(error).__name__}"
-                raise UnreachableError(reason) from error
+                raise UnreachableError(f"the connection broke: {type(error).__name__}") from error
         if not data and len(buffer) and self._size is not None and self._position < self._size:
             raise UnreachableError(f"ended after {self._position:,} of {self._size:,} bytes")
         buffer[: len(data)] = data
@@ -334,14 +312,14 @@ class _UrlStream(io.RawIOBase):
 
 
 class DecompressedStream(io.RawIOBase):
-    """The output of a decompressor. Truncated, damaged or exploding input is a SourceError.
+    """The output of a decompressor, which has `read1`. Bad or exploding input is a SourceError.
 
     A read decompresses at most as many bytes as were requested, regardless of the declared size.
     `num_stored` returns the compressed bytes that were read so far; None: no limit of expansion.
     """
 
     def __init__(
-        self, file: Decompressor, format_name: str, num_stored: Callable[[], int] | None = None
+        self, file: Any, format_name: str, num_stored: Callable[[], int] | None = None
     ) -> None:
         self._file, self._format_name, self._num_stored = file, format_name, num_stored
         self._size = 0
@@ -350,7 +328,7 @@ class DecompressedStream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The bytes read so far: a compressed member of a .zip is limited by its stored size."""
+        """The bytes read so far."""
         return self._size
 
     def readinto(self, buffer: Any) -> int:
@@ -360,7 +338,7 @@ class DecompressedStream(io.RawIOBase):
             raise
         except EOFError:
             raise SourceError(f"truncated {self._format_name} stream: no end mark") from None
-        except (OSError, zlib.error, lzma.LZMAError, ZstdError, zipfile.BadZipFile) as error:
+        except (OSError, zlib.error, lzma.LZMAError, ZstdError) as error:
             # BadGzipFile is an OSError without errno; the error of a failing disk has one.
             if isinstance(error, OSError) and error.errno:
                 raise
@@ -380,3 +358,31 @@ def require_plausible_ratio(num_bytes: int, stored_bytes: int) -> None:
             f"it expands to {num_bytes:,} bytes or more, over {MAX_RATIO:,} times its "
             f"{stored_bytes:,}: refused as a decompression bomb"
         )
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+_counter: Any = None
+"""Has the bytes of the unit that this process is working on as its `value`. None: no unit."""
+
+
+def count_bytes(num_bytes: int) -> None:
+    """Count bytes of the current unit of work, such as one document of many gigabytes."""
+    if _counter is not None:
+        _counter.value += num_bytes
+
+
+@contextlib.contextmanager
+def counting_bytes(counter: Any = None) -> Iterator[None]:
+    """Count the bytes of a unit, in `counter.value` if it is given."""
+    global _counter  # noqa: PLW0603 - one unit per process at a time
+    _counter = types.SimpleNamespace(value=0) if counter is None else counter
+    try:
+        yield
+    finally:
+        _counter = None
+
+
+def counted_bytes() -> int:
+    """The bytes counted in the current unit of this process; 0 if there is none."""
+    return getattr(_counter, "value", 0)

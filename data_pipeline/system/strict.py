@@ -35,10 +35,8 @@ def manifest_bytes(content: dict[str, Any], *, tools: dict[str, str] | None = No
     `tools` says which programs wrote the files. It is information for people: not part of the
     content or of its digest.
     """
-    added: dict[str, Any] = {"digest": sha256_of(content)}
-    if tools:
-        added["tools"] = tools
-    return (json.dumps({**added, **content}, sort_keys=True, indent=1) + "\n").encode()
+    written = {"digest": sha256_of(content), **({"tools": tools} if tools else {}), **content}
+    return (json.dumps(written, sort_keys=True, indent=1) + "\n").encode()
 
 
 def load_manifest_file(path: DatasetPath, model: type[M]) -> M:

@@ -21,11 +21,14 @@ from queue import Queue
 from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.system.progress import counted_bytes, counting_bytes
 from data_pipeline.system.signals import end_with_parent, ignore_interrupts, interrupts_blocked
+from data_pipeline.system.sources import counted_bytes, counting_bytes
 
 U = TypeVar("U")
 R = TypeVar("R")
+Progress = Callable[[str, int, int], None]
+"""progress(label, done_bytes, total_bytes), called often. Work that was finished before this run is
+in neither of them, so the total may decrease."""
 MAX_DEATHS = 2
 """Workers that one unit may kill. The first death may have another cause."""
 _GRACE_SECONDS = 5.0
@@ -52,8 +55,8 @@ class WorkerDiedError(UnfinishedError):
 class Workers(Protocol):
     """Runs units of work. `str(unit)` is the unit's name in errors."""
 
-    num_workers: int
-    peak_memory_bytes: int
+    num_workers: int = 1
+    peak_memory_bytes: int = 0
     """The largest resident set size that any worker reported."""
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
@@ -64,19 +67,15 @@ class Workers(Protocol):
         """
 
     def unfinished_bytes(self) -> int:
-        """The bytes that are done of units that are not, if the workers count them. Any thread may
-        call this and `missing`.
-        """
+        """Bytes that are done of unfinished units. Any thread may call this and `missing`."""
 
     def missing(self) -> str:
         """What the workers wait for before any of them can start; "" if they work."""
+        return ""
 
 
-class InProcess:
+class InProcess(Workers):
     """Runs every unit in this process, one after the other."""
-
-    num_workers = 1
-    peak_memory_bytes = 0
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
         for number, unit in enumerate(units):
@@ -87,18 +86,14 @@ class InProcess:
     def unfinished_bytes(self) -> int:
         return counted_bytes()
 
-    def missing(self) -> str:
-        return ""
 
-
-class ProcessWorkers:
+class ProcessWorkers(Workers):
     """`num_workers` spawned processes, reused by every `map`. The context manager ends them, also
     from another thread: a `map` that is running then raises UnfinishedError.
     """
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self.peak_memory_bytes = 0
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, tuple[int, Any]] = {}
         self._is_closed = False
@@ -150,9 +145,6 @@ class ProcessWorkers:
 
     def unfinished_bytes(self) -> int:
         return sum(worker.counter.value for worker in self._busy.copy())
-
-    def missing(self) -> str:
-        return ""
 
     def _fill(self, function: Callable[[U], R], pending: Iterator[tuple[int, U]]) -> None:
         for number, unit in islice(pending, self.num_workers - len(self._busy)):

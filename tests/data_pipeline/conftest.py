@@ -15,8 +15,7 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, ShardManifest
 
 SENTENCE = "Gathering, the grey sea; 潮は満ちる. "
 

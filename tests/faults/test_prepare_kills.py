@@ -186,7 +186,7 @@ def test_memory_does_not_grow_with_a_documents_size(tmp_path: Path) -> None:
         assert result["peak_memory_bytes"] < 120 * 2**20
         program = f"""
 from pathlib import Path
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.system.workers import peak_memory_bytes

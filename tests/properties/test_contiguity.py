@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.streams import cursor, order, segment_stream
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams import order, segment_stream, segments
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import Ordering
 from data_pipeline.streams.segment_stream import SegmentStream
-from data_pipeline.streams.segments import Segment, in_turns
+from data_pipeline.streams.segments import Segment, in_turns, read_range
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import NumberedSource
 
@@ -69,7 +68,7 @@ class Case:
         self, rank: int = 0, num_ranks: int = 1, *, position: int = 0, prefetch: int = 1
     ) -> Iterator[SegmentStream]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cursor, "CHUNK_TOKENS", self.chunk_tokens)
+            patch.setattr(segments, "CHUNK_TOKENS", self.chunk_tokens)
             patch.setattr(order, "GROUP_TOKENS", PIECE_GROUP_TOKENS)
             patch.setattr(segment_stream, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
             with SegmentStream(
@@ -265,7 +264,7 @@ def test_a_range_of_a_split_has_the_documents_true_ages(case: Case, data: st.Dat
     stop = data.draw(st.integers(start, num_tokens))
     corpus = epoch_tokens(replace(case, shuffle="none", piece_len=None), epoch=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cursor, "CHUNK_TOKENS", case.chunk_tokens)
+        patch.setattr(segments, "CHUNK_TOKENS", case.chunk_tokens)
         tokens, document_age = read_range(case.source, start, stop)
     assert tokens.tolist() == [token.id for token in corpus[start:stop]]
     assert document_age.tolist() == [token.document_age for token in corpus[start:stop]]

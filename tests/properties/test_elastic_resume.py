@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
@@ -13,6 +14,7 @@ from tests.support.training_runs import (
     NO_EVALUATION,
     TURNS,
     ZERO,
+    lane_memories,
     losses,
     refusal,
     tiny_spec,
@@ -73,14 +75,14 @@ def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
     tolerance = MUON_TOLERANCE if optimizer == "muon" else TOLERANCE
     assert losses(moved) == pytest.approx(losses(reference), rel=tolerance)
     assert len(losses(moved)) == 20
-    for weights in ("last", "averaged"):
-        models = [load_model(run_end(run), weights=weights)[0] for run in (reference, moved)]
-        for first, second in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(first, second, rtol=tolerance, atol=50 * tolerance)
+    assert_close(*map(parameters, (reference, moved)), rtol=tolerance, atol=50 * tolerance)
 
 
-def run_end(run: Path) -> Path:
-    return run / "checkpoints" / "step-00000020"
+def parameters(run: Path) -> list[Tensor]:
+    """All parameters at the run's end: the last ones, and their averages."""
+    path = run / "checkpoints" / "step-00000020"
+    models = [load_model(path, weights=weights)[0] for weights in ("last", "averaged")]
+    return [parameter for model in models for parameter in model.parameters()]
 
 
 @pytest.mark.slow
@@ -120,13 +122,7 @@ def test_ranks_and_lanes_change_in_one_run(
     print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
     assert len(moved) == 15
     assert largest < 1e-6
-    memories = []
-    for name in ("reference", "moved"):
-        checkpoint = resolve_checkpoint(tmp_path / name)
-        manifest = load_checkpoint_manifest(checkpoint)
-        memories.append(load_memory(checkpoint, manifest, range(12)))
-    for lane in range(12):
-        assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)  # by name
+    assert_close(*(lane_memories(tmp_path / name, 12) for name in legs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +152,7 @@ def test_a_resume_at_the_same_world_size_is_bit_for_bit(
     resumed = trained(ranks, dataset, tmp_path / "resumed", *settings, resume=checkpoint)
 
     assert losses(resumed) == {step: x for step, x in losses(straight).items() if step > 8}
-    for weights in ("last", "averaged"):
-        models = [load_model(run_end(run), weights=weights)[0] for run in (straight, resumed)]
-        for first, second in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(first, second)
+    assert all(map(torch.equal, parameters(straight), parameters(resumed)))
 
 
 def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(

@@ -4,7 +4,6 @@ The properties of whole runs (memory validity, one trajectory, elastic resume, e
 have files of their own, which are parametrised over the same kinds.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,7 +44,6 @@ def read(
     state: SequenceState,
     *,
     segments: range | None = None,
-    between: Callable[[SequenceState], SequenceState] = lambda state: state,
     age_BN: Tensor | None = None,
 ) -> tuple[Tensor, SequenceState]:
     """Nats of all tokens of these segments, and the state after them."""
@@ -56,9 +54,15 @@ def read(
         here, following = slice(start, start + TGT_LENS[number]), slice(start + 1, None)
         target_BT = text_BN[:, following][:, : TGT_LENS[number]]
         nats_BT, state = model(text_BN[:, here], target_BT, age_BN[:, here], state)
-        state = between(state)
         nats.append(nats_BT)
     return torch.cat(nats, dim=1), state
+
+
+def changed(text_BN: Tensor, positions: int | slice) -> Tensor:
+    """The text with other tokens at these positions."""
+    changed_BN = text_BN.clone()
+    changed_BN[:, positions] = (changed_BN[:, positions] + 1) % VOCAB_SIZE
+    return changed_BN
 
 
 BLOCKS: dict[str, dict[str, Any]] = {"": {}, "pre-norm": {"pre_lnorm": True}, **MODERN}
@@ -100,8 +104,7 @@ def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[st
     model, text_BN = small_model(memory=kind, **options), random_text(2, NUM_TOKENS + 1)
     nats_BN, _ = read(model, text_BN, getattr(model, start)(2))
     for position in range(1, NUM_TOKENS + 1):
-        changed_BN = text_BN.clone()
-        changed_BN[:, position:] = (changed_BN[:, position:] + 1) % VOCAB_SIZE
+        changed_BN = changed(text_BN, slice(position, None))
         other_BN, _ = read(model, changed_BN, getattr(model, start)(2))
         # The token at `position` is the target of the one before.
         before = other_BN[:, : position - 1], nats_BN[:, : position - 1]
@@ -115,9 +118,7 @@ def test_losses_depend_on_the_segments_before(kind: str) -> None:
     """Checks the test above and those of documents: the memory has an effect."""
     model, text_BN = small_model(memory=kind), random_text(1, NUM_TOKENS + 1)
     nats_BN, _ = read(model, text_BN, model.empty_memory(1))
-    changed_BN = text_BN.clone()
-    changed_BN[:, 0] = (changed_BN[:, 0] + 1) % VOCAB_SIZE
-    other_BN, _ = read(model, changed_BN, model.empty_memory(1))
+    other_BN, _ = read(model, changed(text_BN, 0), model.empty_memory(1))
     assert not torch.equal(other_BN[:, TGT_LENS[0] :], nats_BN[:, TGT_LENS[0] :])
 
 
@@ -133,7 +134,7 @@ def test_inference_has_the_numbers_of_the_memory(kind: str) -> None:
 @every_kind
 @in_training_and_inference
 @torch.no_grad()
-def test_the_rows_of_lanes_go_on_in_any_other_state(kind: str, start: str) -> None:
+def test_lanes_go_on_in_any_other_state_and_if_they_are_selected(kind: str, start: str) -> None:
     """As after a resume on other ranks: lanes in another order, loaded row by row."""
     model, text_BN = small_model(memory=kind), random_text(3, NUM_TOKENS + 1)
     nats_BN, _ = read(model, text_BN, getattr(model, start)(3))
@@ -147,24 +148,15 @@ def test_the_rows_of_lanes_go_on_in_any_other_state(kind: str, start: str) -> No
         loaded.load_row(row, saved[lane])
     rest_BN, _ = read(model, text_BN[order], loaded, segments=range(3, 5), age_BN=ages(3)[order])
     assert_close(rest_BN, nats_BN[order][:, sum(TGT_LENS[:3]) :], rtol=0, atol=1e-12)
+    state = state.select([1], [0])
+    rest_BN, _ = read(model, text_BN[1:2], state, segments=range(3, 5), age_BN=ages(3)[1:2])
+    assert_close(rest_BN, nats_BN[1:2, sum(TGT_LENS[:3]) :], rtol=0, atol=1e-12)
 
 
 def test_a_row_of_another_state_is_not_loaded() -> None:
     model = small_model()
     with pytest.raises(ValueError, match="layer-0-keys"):
         model.inference_state(1).load_row(0, {"layer-0-keys": torch.zeros(3)})
-
-
-@every_kind
-@in_training_and_inference
-@torch.no_grad()
-def test_selected_lanes_go_on_as_they_would_have(kind: str, start: str) -> None:
-    model, text_BN = small_model(memory=kind), random_text(3, NUM_TOKENS + 1)
-    nats_BN, _ = read(model, text_BN, getattr(model, start)(3))
-    _, state = read(model, text_BN, getattr(model, start)(3), segments=range(3))
-    state = state.select([1], [0])
-    rest_BN, _ = read(model, text_BN[1:2], state, segments=range(3, 5), age_BN=ages(3)[1:2])
-    assert_close(rest_BN, nats_BN[1:2, sum(TGT_LENS[:3]) :], rtol=0, atol=1e-12)
 
 
 @every_kind
@@ -175,30 +167,21 @@ def test_every_parameter_has_a_gradient_after_four_segments(
     """Also those which only later segments train: four segments are one step."""
     model, text_BN = small_model(memory=kind, **options), random_text(2, 13)
     age_BN = torch.arange(12).expand(2, -1)
-    model(text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(2), None, 4)[
-        0
-    ].sum().backward()
-    unused = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is None or not parameter.grad.any()
-    ]
-    assert unused == []
+    state = model.empty_memory(2)
+    nats_BN, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BN, state, None, 4)
+    nats_BN.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert [name for name, x in gradients.items() if x is None or not x.any()] == []
 
 
 @every_kind
 def test_gradients_stop_at_the_memory(kind: str) -> None:
     model, text_BN = small_model(memory=kind), random_text(2, NUM_TOKENS + 1)
-    states: list[SequenceState] = []
-
-    def watched(state: SequenceState) -> SequenceState:
-        states.append(state)
-        return state
-
-    nats_BN, _ = read(model, text_BN, model.empty_memory(2), between=watched)
-    nats_BN[:, -TGT_LENS[-1] :].sum().backward()
-    for state in states:
+    state, nats_BN = model.empty_memory(2), None
+    for number in range(len(TGT_LENS)):
+        nats_BN, state = read(model, text_BN, state, segments=range(number, number + 1))
         assert not any(x.requires_grad for x in state.tensors().values())
+    nats_BN.sum().backward()
 
 
 @every_kind
@@ -288,9 +271,7 @@ def test_the_receptive_field_is_whole_segments_or_has_no_limit(kind: str) -> Non
         return nats_BT
 
     def is_seen(position: int) -> bool:
-        changed_BN = text_BN.clone()
-        changed_BN[:, position] = (changed_BN[:, position] + 1) % VOCAB_SIZE
-        return not torch.equal(last_nats(changed_BN), last_nats(text_BN))
+        return not torch.equal(last_nats(changed(text_BN, position)), last_nats(text_BN))
 
     first = 0 if reach is None else 18 - reach
     assert not any(is_seen(position) for position in range(first))

@@ -41,6 +41,13 @@ def tokens_of(directory: Path) -> dict[str, list[int]]:
     return tokens
 
 
+def flipped(content: bytes, random_: random.Random) -> bytes:
+    """The content with one bit flipped."""
+    damaged = bytearray(content)
+    damaged[random_.randrange(len(content))] ^= 1 << random_.randrange(8)
+    return bytes(damaged)
+
+
 @pytest.mark.fault_row(14)
 @pytest.mark.parametrize(
     ("name", "flips"),
@@ -59,9 +66,7 @@ def test_a_flipped_bit_is_refused_or_changes_no_token(
     random_ = random.Random(7)
     refusals = []
     for _ in range(flips):
-        damaged = bytearray(intact)
-        damaged[random_.randrange(len(intact))] ^= 1 << random_.randrange(8)
-        (directory / name).write_bytes(damaged)
+        (directory / name).write_bytes(flipped(intact, random_))
         try:
             assert tokens_of(directory) == expected
         except DataError as error:
@@ -213,9 +218,7 @@ def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
     for _ in range(150):
         path = draw.choice(files)
         original = path.read_bytes()
-        damaged = bytearray(original)
-        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
-        path.write_bytes(damaged)
+        path.write_bytes(flipped(original, draw))
         with pytest.raises(CheckpointError, match=path.name):
             verify_checkpoint(directory)
         path.write_bytes(original)

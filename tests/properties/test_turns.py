@@ -16,6 +16,7 @@ from tests.support.training_runs import (
     NO_EVALUATION,
     TURNS,
     ZERO,
+    lane_memories,
     losses,
     metrics,
     refusal,
@@ -51,12 +52,7 @@ def test_a_round_of_turns_reads_what_one_step_over_all_lanes_reads(
     assert len({*in_turns.values()}) == 24
     tokens = [[line["tokens"] for line in metrics(run)] for run in (turns, whole)]
     assert tokens[0][2::3] == tokens[1]
-    memories = []
-    for run in (turns, whole):
-        checkpoint = resolve_checkpoint(run)
-        memories.append(load_memory(checkpoint, load_checkpoint_manifest(checkpoint), range(9)))
-    for lane in range(9):
-        assert_close(memories[0][lane], memories[1][lane], rtol=0, atol=1e-5)
+    assert_close(*(lane_memories(run, 9) for run in (turns, whole)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

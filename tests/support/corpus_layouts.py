@@ -20,8 +20,7 @@ import zstandard
 from pyarrow import ipc, parquet
 
 from data_pipeline.readers.split_names import split_order
-from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, ShardManifest
 
 Texts = dict[str, list[str]]
 _TEXT = PrepareSettings()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.streams import cursor
+from data_pipeline.streams import segments
 from data_pipeline.streams.segments import Reset
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import TextSource, random_corpus
@@ -78,6 +78,6 @@ def small_chunks(case: SplitCase) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "TARGET_NUM_CHUNKS", case.target_num_chunks)
         patch.setattr(scoring, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
-        patch.setattr(cursor, "CHUNK_TOKENS", 5)
+        patch.setattr(segments, "CHUNK_TOKENS", 5)
         patch.setattr(scoring, "READ_TOKENS", 7)
         yield

@@ -11,7 +11,9 @@ from torch import Tensor
 
 import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
 from tests.support.gloo_ranks import RankGroups
-from txl_dist.checkpoint.tensors import Weights, load_model
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.tensors import Weights, load_memory, load_model
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
@@ -97,6 +99,12 @@ def losses(run: Path) -> dict[int, float]:
             assert line["step"] not in by_step, f"step {line['step']} twice in {run}"
             by_step[line["step"]] = line["loss"]
     return by_step
+
+
+def lane_memories(run: Path, num_lanes: int) -> dict[int, dict[str, Tensor]]:
+    """The memory of every lane by name, of a run's newest checkpoint."""
+    checkpoint = resolve_checkpoint(run)
+    return load_memory(checkpoint, load_checkpoint_manifest(checkpoint), range(num_lanes))
 
 
 def norms(run: Path) -> list[float]:

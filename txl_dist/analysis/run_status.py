@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.errors import counted
+from data_pipeline.errors import clock, counted
 from data_pipeline.system.files import is_locked
-from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 from txl_dist.events import (

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.shards.shard_reader import TokenSource
-from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.order import hash_ids
-from data_pipeline.streams.segments import Reset
+from data_pipeline.streams.segments import Reset, read_range
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.model.memory import memory_kind

@@ -24,7 +24,7 @@ from txl_dist.cli.progress import MIB, work_progress
 
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport
-    from data_pipeline.shards.prepare_settings import PrepareSettings
+    from data_pipeline.shards.manifest import PrepareSettings
     from data_pipeline.tokenizers.ids import IdTokenizer
 
 _MIB = 2**20
@@ -315,7 +315,7 @@ def _settings(**values: Any) -> "PrepareSettings":
     """Validate the options. Raises ConfigError with the name of the wrong option."""
     from pydantic import ValidationError
 
-    from data_pipeline.shards.prepare_settings import PrepareSettings
+    from data_pipeline.shards.manifest import PrepareSettings
 
     try:
         # The defaults depend on the format and the recipe.

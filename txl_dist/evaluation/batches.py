@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.system.files import write_file
-from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import canonical_json, sha256_of
+from data_pipeline.system.workers import Progress
 from txl_dist.checkpoint.directory import model_name
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.breakdown import (

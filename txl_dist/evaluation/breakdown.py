@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
-from data_pipeline.system.progress import Progress
+from data_pipeline.streams.segments import read_range
 from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.workers import Progress
 from txl_dist.evaluation import bootstrap
 from txl_dist.evaluation.scores import SCORES
 

@@ -18,9 +18,8 @@ from typing import TypeAlias
 
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.system.progress import Progress
 from data_pipeline.system.strict_json import sha256_of
-from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
+from data_pipeline.system.workers import InProcess, Progress, WorkerDiedError, Workers
 from txl_dist.checkpoint.directory import run_of
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError

@@ -33,8 +33,9 @@ from pydantic import (
     model_validator,
 )
 
-from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
+from data_pipeline.shards.manifest import ShardManifest, TextCounts, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader
+from data_pipeline.shards.shard_writer import count_text
 from data_pipeline.system.strict import first_problem
 from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer

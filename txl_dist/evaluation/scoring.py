@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.shards.shard_reader import TokenSource
-from data_pipeline.streams.cursor import read_range
-from data_pipeline.streams.segments import IGNORED, Reset
+from data_pipeline.streams.segments import IGNORED, Reset, read_range
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.scores import LossSums

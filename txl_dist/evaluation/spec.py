@@ -14,8 +14,7 @@ import torch
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import TokenSource, open_split
-from data_pipeline.streams.cursor import read_range
-from data_pipeline.streams.segments import Reset
+from data_pipeline.streams.segments import Reset, read_range
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from txl_dist.checkpoint.tensors import Weights
 from txl_dist.config.run_config import Precision

@@ -18,8 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_pipeline.errors import counted
-from data_pipeline.system.progress import clock
+from data_pipeline.errors import clock, counted
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import in_lines
 from txl_dist.events import (

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from data_pipeline.preparation.prepare import PrepareReport, prepare_dataset
 from data_pipeline.shards.data_commands import excerpts
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.tokenizers import ByteTokenizer
 

@@ -6,8 +6,8 @@ import pytest
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.system.progress import Progress
+from data_pipeline.shards.manifest import PrepareSettings
+from data_pipeline.system.workers import Progress
 from tests.data_pipeline.preparation.preparing import files_of, write_corpus
 
 SPLIT_AND_SHUFFLED = PrepareSettings(

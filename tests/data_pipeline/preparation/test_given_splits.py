@@ -10,10 +10,9 @@ import pytest
 from data_pipeline.errors import ConfigError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.splits import choose_given_splits
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from tests.data_pipeline.preparation.preparing import files_of, ids_of
 from tests.data_pipeline.readers.reading import find
 from tests.support.corpus_layouts import LAYOUTS, Layout, table_row

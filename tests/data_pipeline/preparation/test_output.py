@@ -25,8 +25,7 @@ from data_pipeline.preparation.output import (
     record_finished,
 )
 from data_pipeline.shards.data_commands import excerpts
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (

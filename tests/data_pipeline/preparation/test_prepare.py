@@ -14,10 +14,9 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.data_commands import verify_dataset
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.system.workers import ProcessWorkers
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import StopsAfter, files_of, prepare, write_corpus

@@ -8,7 +8,7 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.data_commands import excerpts
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from tests.data_pipeline.preparation.preparing import Backwards, files_of
 from tests.data_pipeline.readers.id_inputs import END, VOCAB_SIZE, WRITERS, Documents

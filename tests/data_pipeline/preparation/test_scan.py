@@ -18,9 +18,8 @@ from data_pipeline.preparation.documents import _COLUMNS
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.scan import InputIndex, plan_scan, scan
 from data_pipeline.shards.data_commands import excerpts, verify_dataset
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.system.progress import counting_bytes
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
+from data_pipeline.system.sources import counting_bytes
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, prepare, write_corpus
 from tests.data_pipeline.readers.reading import find
 

@@ -16,10 +16,9 @@ from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.splits import _bounds, _cut_into_shards
 from data_pipeline.shards.data_commands import excerpts, verify_dataset
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.tokenizers.training import FIXED_SPLIT
 from tests.data_pipeline.preparation.preparing import ids_of, prepare
 

@@ -16,10 +16,9 @@ from data_pipeline.preparation.scan import FileRange, ScanUnit
 from data_pipeline.preparation.work_units import run_unit, tokenize_document
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.data_commands import verify_dataset
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.system.workers import ProcessWorkers
 from data_pipeline.tokenizers import train_tokenizer
 from data_pipeline.tokenizers.pretrained import PretrainedTokenizer

@@ -21,7 +21,7 @@ from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import InputFiles, Reject, find_files
 from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import STAGING
 from tests.data_pipeline.preparation.preparing import StopsAfter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests.data_pipeline.preparation.preparing import texts_of
 from tests.data_pipeline.preparation.test_prepare_ids import SETTINGS as IDS
 from tests.data_pipeline.preparation.test_prepare_ids import tokens_of

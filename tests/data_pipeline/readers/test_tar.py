@@ -15,7 +15,7 @@ import zstandard
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import Reject
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, texts_of
 from tests.data_pipeline.readers.id_inputs import RULES
 from tests.data_pipeline.readers.reading import (

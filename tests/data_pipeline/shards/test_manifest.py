@@ -13,13 +13,12 @@ from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import (
     NO_TEXT,
+    PrepareSettings,
     ShardManifest,
-    TextCounter,
     TextCounts,
-    count_text,
     load_manifest,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_writer import TextCounter, count_text
 from data_pipeline.tokenizers import load_tokenizer
 
 Dataset = tuple[Path, ShardManifest]
@@ -47,7 +46,9 @@ def test_a_directory_without_a_manifest_is_refused_with_the_command_to_create_on
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
+        ("\xff", "not valid JSON"),
         ('{"format": "txl-shards", "format": "txl-shards"}', "twice"),
+        ('{"digest": "", "digest": 0}', "twice"),
         ("[]", "another program"),
         ('{"shards": []}', "Field required"),
         ('{"format": "txl-shards", "version": 1}', "version: Input should be 2"),
@@ -57,7 +58,7 @@ def test_a_directory_without_a_manifest_is_refused_with_the_command_to_create_on
 def test_a_file_that_is_not_a_manifest_is_refused_with_the_cause(
     tmp_path: Path, content: str, cause: str
 ) -> None:
-    (tmp_path / "manifest.json").write_text(content)
+    (tmp_path / "manifest.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=cause) as caught:
         load_manifest(tmp_path)
     assert str(tmp_path / "manifest.json") in str(caught.value)
@@ -127,24 +128,13 @@ def test_a_word_does_not_continue_in_the_next_document() -> None:
     assert counter.counts.words == 2
 
 
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> ShardManifest:
-    folder = tmp_path_factory.mktemp("texts")
-    for number in range(6):
-        (folder / f"{number}.txt").write_text(TEXT * (number + 1), encoding="utf-8")
-    out = tmp_path_factory.mktemp("data") / "out"
+def test_preparation_counts_the_text_of_every_split(tmp_path: Path) -> None:
+    texts = [TEXT * (number + 1) for number in range(6)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
     settings = PrepareSettings(split={"valid": 0.4}, shard_bytes=150, block_bytes=512)
-    prepare_dataset([folder], out, settings)
-    return load_manifest(out)
-
-
-def test_preparation_counts_the_text_of_every_split(manifest: ShardManifest) -> None:
+    manifest = prepare_dataset([tmp_path], tmp_path / "out", settings).manifest
     splits = list(manifest.splits.values())
     assert len(splits[0].shards) > 1
-    total = NO_TEXT
-    for split in splits:
-        total += split.text_counts
-    expected = NO_TEXT
-    for number in range(6):
-        expected += count_text(TEXT * (number + 1))
-    assert total == expected
+    total = sum((split.text_counts for split in splits), NO_TEXT)
+    assert total == sum(map(count_text, texts), NO_TEXT)

@@ -14,7 +14,7 @@ from data_pipeline.shards import shard_reader
 from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_reader import open_split
-from tests.data_pipeline.shards.written_split import read_index, some_documents, write_split
+from tests.data_pipeline.shards.written_split import some_documents, write_split
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -55,13 +55,6 @@ def test_indexes_are_loaded_at_the_beginning_and_their_cache_is_limited(
             small.read(int(blocks[shard]), 0, 5), source.read(int(blocks[shard]), 0, 5)
         )
     assert loaded[:3] == [names[1], names[0], names[2]]
-
-
-def test_block_sizes_equal_those_of_the_indexes(dataset: Dataset) -> None:
-    directory, manifest = dataset
-    for split, entry in manifest.splits.items():
-        whole = [read_index(directory, shard).block_tokens for shard in entry.shards]
-        assert_array_equal(open_split(directory, split).block_tokens, np.concatenate(whole))
 
 
 @pytest.mark.fault_row(17)
@@ -124,12 +117,3 @@ def test_ranges_outside_a_block_are_refused(tmp_path: Path) -> None:
     for block, start, stop in ((0, 0, 52), (0, -1, 3), (0, 5, 4), (1, 0, 1), (-1, 0, 1)):
         with pytest.raises(IndexError):
             source.read(block, start, stop)
-
-
-def test_document_starts_are_the_positions_of_the_end_of_document_token(
-    dataset: tuple[Path, ShardManifest],
-) -> None:
-    source = open_split(dataset[0], "train")
-    for block, count in enumerate(source.block_tokens.tolist()):
-        tokens = source.read(block, 0, count)
-        np.testing.assert_array_equal(np.flatnonzero(tokens == 256), source.document_starts(block))

@@ -25,6 +25,15 @@ from tests.data_pipeline.shards.written_split import (
 )
 
 
+def files_of(directory: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def writer_in(directory: str | Path, block_bytes: int) -> ShardWriter:
+    options = {"dtype": np.dtype("<u2"), "vocab_size": 257, "block_bytes": block_bytes}
+    return ShardWriter(Path(directory), "train", 0, **options)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 80), st.integers(400, 4000)), min_size=1, max_size=9),
@@ -63,8 +72,7 @@ def test_the_bytes_of_a_shard_do_not_depend_on_the_chunks_of_its_documents(
     for count in (1, num_chunks):
         with tempfile.TemporaryDirectory() as directory:
             write_split(Path(directory), documents, block_bytes=block_bytes, num_chunks=count)
-            files = sorted(Path(directory).iterdir())
-            written.append([(path.name, path.read_bytes()) for path in files])
+            written.append(files_of(directory))
     assert written[0] == written[1]
 
 
@@ -150,14 +158,7 @@ def test_documents_added_in_batches_give_the_same_bytes(
     ids = DocumentIds(names, np.arange(len(documents)) % 3, np.arange(len(documents)) // 3)
     for batches in (None, [slice(0, first_batch), slice(first_batch, None)]):
         with tempfile.TemporaryDirectory() as directory:
-            writer = ShardWriter(
-                Path(directory),
-                "train",
-                0,
-                dtype=np.dtype("<u2"),
-                vocab_size=257,
-                block_bytes=block_bytes,
-            )
+            writer = writer_in(directory, block_bytes)
             if batches is None:
                 for number, tokens in enumerate(documents):
                     writer.add(ids.id_of(number), [tokens], text_bytes=len(tokens))
@@ -166,8 +167,7 @@ def test_documents_added_in_batches_give_the_same_bytes(
                     tokens, counts = np.concatenate(part), np.array([len(each) for each in part])
                     writer.add_batch(ids[rows], tokens, counts, text_bytes=len(tokens))
             writer.close(NO_TEXT)
-            files = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
-            written.append(files)
+            written.append(files_of(directory))
     assert written[0] == written[1]
 
 
@@ -175,10 +175,6 @@ def test_documents_added_in_batches_give_the_same_bytes(
 def test_a_batch_whose_lengths_are_not_those_of_its_documents_is_refused(
     tmp_path: Path, lengths: list[int]
 ) -> None:
-    writer = ShardWriter(
-        tmp_path, "train", 0, dtype=np.dtype("<u2"), vocab_size=257, block_bytes=512
-    )
+    ids, tokens = DocumentIds.of(["a", "b"]), np.zeros(2, int)
     with pytest.raises(ValueError, match="every document must have tokens"):
-        writer.add_batch(
-            DocumentIds.of(["a", "b"]), np.zeros(2, int), np.array(lengths), text_bytes=2
-        )
+        writer_in(tmp_path, 512).add_batch(ids, tokens, np.array(lengths), text_bytes=2)

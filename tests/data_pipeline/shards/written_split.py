@@ -7,11 +7,11 @@ import numpy as np
 from data_pipeline.shards.manifest import (
     NO_TEXT,
     InputSummary,
+    PrepareSettings,
     ShardEntry,
     ShardManifest,
     SplitEntry,
 )
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_index import ShardIndex, checked_index
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.shard_writer import ShardWriter

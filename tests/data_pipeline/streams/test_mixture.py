@@ -60,6 +60,12 @@ class Case:
             ]
         )  # fmt: skip
 
+    def read_lanes(self, num_epochs: int) -> list[np.ndarray]:
+        """Inputs and ages of all lanes, each [num_lanes, num_positions]."""
+        num_segments = -(-num_epochs * self.plan().lane_tokens // self.tgt_len)
+        read = self.reader(self.mixed(), self.plan()).read(0, num_segments)
+        return [np.concatenate([getattr(x, name) for x in read], 1) for name in ("input", "age")]
+
     def plan(self, **options: int) -> LanePlan:
         return LanePlan(
             num_tokens=sum(self.tokens.values()), num_lanes=self.num_lanes, tgt_len=self.tgt_len,
@@ -178,10 +184,7 @@ def test_without_a_shuffle_corpora_alternate_evenly() -> None:
 @quickly
 @given(case=cases(), num_epochs=st.integers(1, 3))
 def test_lanes_read_every_position_of_every_epoch_once(case: Case, num_epochs: int) -> None:
-    plan = case.plan()
-    num_segments = -(-num_epochs * plan.lane_tokens // case.tgt_len)
-    segments = case.reader(case.mixed(), plan).read(0, num_segments)
-    inputs = np.concatenate([segment.input for segment in segments], axis=1)
+    plan, (inputs, _) = case.plan(), case.read_lanes(num_epochs)
     for epoch in range(num_epochs):
         slices = inputs[:, epoch * plan.lane_tokens : (epoch + 1) * plan.lane_tokens]
         read, whole = Counter(slices.ravel().tolist()), Counter(case.read_epoch(epoch))
@@ -192,10 +195,7 @@ def test_lanes_read_every_position_of_every_epoch_once(case: Case, num_epochs: i
 @quickly
 @given(case=cases())
 def test_memory_covers_consecutive_tokens_of_one_document_only(case: Case) -> None:
-    plan = case.plan()
-    segments = case.reader(case.mixed(), plan).read(0, -(-2 * plan.lane_tokens // case.tgt_len))
-    inputs = np.concatenate([segment.input for segment in segments], axis=1)
-    ages = np.concatenate([segment.age for segment in segments], axis=1)
+    inputs, ages = case.read_lanes(2)
     for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
         for i, age in enumerate(row_ages):
             seen = row_inputs[i - age : i + 1]

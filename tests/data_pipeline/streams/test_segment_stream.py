@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -86,21 +88,12 @@ def test_close_wakes_a_waiting_consumer() -> None:
             return super().read(block, start, stop)
 
     stream = stream_of(Slow([1000]))
-    raised: list[BaseException] = []
-
-    def consume() -> None:
-        try:
-            for _ in stream:
-                pass
-        except ValueError as error:
-            raised.append(error)
-
-    consumer = threading.Thread(target=consume, daemon=True)
-    consumer.start()
-    threading.Timer(0.05, waits.set).start()
-    stream.close()
-    consumer.join(5)
-    assert "closed" in str(raised[0])
+    with ThreadPoolExecutor(1) as pool:
+        consumed = pool.submit(deque, stream, maxlen=0)
+        threading.Timer(0.05, waits.set).start()
+        stream.close()
+        with pytest.raises(ValueError, match="closed"):
+            consumed.result(5)
 
 
 def test_close_during_the_start_of_the_thread_has_effect(monkeypatch: pytest.MonkeyPatch) -> None:

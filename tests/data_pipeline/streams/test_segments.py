@@ -1,4 +1,4 @@
-"""Segments: an example with every number written out, invalid arguments, and batches of turns.
+"""Segments: an example with every number written out, what is read, invalid arguments, and turns.
 
 That the right tokens are read in every case is tests/properties/test_contiguity.py.
 """
@@ -13,12 +13,19 @@ from numpy.testing import assert_array_equal
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams import segments
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segment_stream import SegmentStream, pipeline
-from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch, in_turns
-from tests.data_pipeline.streams.numbered_stream import stream_of
+from data_pipeline.streams.segments import (
+    IGNORED,
+    NO_LANE,
+    Batch,
+    SegmentReader,
+    in_turns,
+    read_range,
+)
+from tests.data_pipeline.streams.numbered_stream import plan_of, stream_of
 from tests.support.token_sources import NumberedSource
 
 
@@ -31,6 +38,8 @@ def test_two_lanes_of_one_epoch_have_these_numbers() -> None:
     assert_array_equal(first.target, [[1, 2, 3, 4], [7, 8, 9, 10]])
     assert_array_equal(first.age, [[0, 1, 2, 0], [0, 1, 2, 3]])
     assert (first.position, first.next_position) == (0, 4)
+    dtypes = [array.dtype for array in (first.input, first.target, first.age)]
+    assert dtypes == ["i8", "i8", "i4"], "as torch needs them"
 
     assert_array_equal(second.input, [[4, 5, 0, 1], [10, 11, 6, 7]])
     assert_array_equal(second.target, [[5, IGNORED, 1, 2], [11, IGNORED, 7, 8]])
@@ -43,12 +52,6 @@ def test_reset_stream_counts_age_from_the_slice_only() -> None:
         first, second = itertools.islice(stream, 2)
     assert_array_equal(first.age, [[0, 1, 2, 3]] * 2)
     assert_array_equal(second.age, [[4, 5, 0, 1]] * 2)
-
-
-def test_arrays_have_the_dtypes_that_torch_needs() -> None:
-    with stream_of(NumberedSource([40])) as stream:
-        segment = next(stream)
-    assert [segment.input.dtype, segment.target.dtype, segment.age.dtype] == ["i8", "i8", "i4"]
 
 
 @pytest.mark.parametrize("shuffle", ["blocks", "none"])
@@ -88,10 +91,46 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
         stream_of(NumberedSource([1000]), **options)
 
 
-def test_a_plan_for_other_data_is_refused() -> None:
+def test_a_plan_or_range_of_other_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a range of 13 tokens"):
+        read_range(NumberedSource([3, 2], [5, 3]), 1, 14)
     plan = LanePlan(num_tokens=999, num_lanes=2, tgt_len=4)
     with pytest.raises(ValueError, match=r"plan for 999 tokens, source of 1,000"):
         SegmentStream(NumberedSource([1000]), plan, lanes=range(2))
+
+
+# --- what is read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", ["blocks", "none"])
+def test_a_seek_reads_at_most_two_blocks_per_lane(shuffle: Any) -> None:
+    source = NumberedSource(*[[60, 40]] * 500)
+    plan = plan_of(source, num_lanes=3, tgt_len=8)
+    options = {"reset": "document", "ordering": ORDERINGS[shuffle], "seed": 1}
+    reader = SegmentReader(source, plan, lanes=range(3), **options)
+    for position in (0, 16_000, 90_000_003, 5):
+        source.reads.clear()
+        reader.read(position, 1)
+        assert len(source.reads) <= 2 * plan.num_lanes, "a block, or two where a segment meets both"
+
+
+def test_a_giant_document_is_read_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "CHUNK_TOKENS", 100)
+    source = NumberedSource([10_000])
+    with stream_of(source, num_lanes=1, tgt_len=32, position=5_040) as stream:
+        read = np.concatenate([s.input[0] for s in itertools.islice(stream, 100)])
+    assert_array_equal(read, np.arange(5_040, 5_040 + 3_200))
+    assert source.reads[0] == (0, 5_040, 5_100)
+    assert max(stop - start for _, start, stop in source.reads) == 100
+    assert len(source.reads) == len(set(source.reads)), "nothing is read twice"
+
+
+def test_reading_forwards_reads_every_block_once() -> None:
+    source = NumberedSource(*[[60, 40]] * 50)
+    with stream_of(source, num_lanes=1, tgt_len=8) as stream:
+        list(itertools.islice(stream, 5000 // 8 - 10))
+    blocks = [block for block, _, _ in source.reads]
+    assert len(blocks) == len(set(blocks))
 
 
 # --- batches of lanes in turns --------------------------------------------------------------------
@@ -125,11 +164,11 @@ def rows(read: list[Batch], lane: int) -> list[tuple[int, list[list[int]]]]:
 def test_every_lane_reads_its_segments_once_and_the_targets_of_a_step_are_known() -> None:
     ranks = [batches(PLAN.lanes_of_rank(rank, 2)) for rank in range(2)]
     with stream_of(SOURCE, num_lanes=NUM_LANES) as stream:
-        segments = [*itertools.islice(stream, NUM_SEGMENTS)]
+        whole = [*itertools.islice(stream, NUM_SEGMENTS)]
     for lane in range(NUM_LANES):
         expected = [
             (each.position, [x[lane].tolist() for x in (each.input, each.target, each.age)])
-            for each in segments
+            for each in whole
         ]
         assert rows(ranks[lane >= 3], lane) == expected
     for step in zip(*ranks, strict=True):

@@ -22,8 +22,12 @@ from data_pipeline.errors import ConfigError, DataError, ReadFailureError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards import data_commands
 from data_pipeline.shards.data_commands import push_dataset, verify_dataset
-from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import (
+    PrepareSettings,
+    ShardManifest,
+    load_manifest,
+    open_tokenizer,
+)
 from data_pipeline.shards.shard_reader import TokenSource, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream

@@ -28,27 +28,15 @@ time.sleep(600)
 """
 
 
-class Calls:
-    """Records the callbacks of a StopSignals."""
-
-    def __init__(self) -> None:
-        self.requests: list[int] = []
-        self.repeats = 0
-
-    def repeat(self) -> None:
-        self.repeats += 1
-
-
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_a_request_and_the_old_handler_is_restored(number: int) -> None:
-    before = signal.getsignal(number)
-    calls = Calls()
-    with StopSignals(calls.requests.append, calls.repeat) as signals:
+    before, requests = signal.getsignal(number), []
+    with StopSignals(requests.append) as signals:
         assert not signals
         signal.raise_signal(number)
         wait_until(lambda: bool(signals))
-    assert calls.requests == [number]
+    assert requests == [number]
     assert signal.getsignal(number) == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -89,28 +77,27 @@ def test_a_signal_to_a_process_that_blocks_it_is_a_request_once_it_has_handlers(
 
 
 def test_copies_of_one_request_are_one_request() -> None:
-    calls = Calls()
-    with StopSignals(calls.requests.append, calls.repeat) as signals:
+    requests, repeats = [], []
+    with StopSignals(requests.append, lambda: repeats.append(1)) as signals:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.raise_signal(number)
         wait_until(lambda: len(signals._first_seen) == 3)
-    assert calls.requests == [signal.SIGTERM]
-    assert calls.repeats == 0
+    assert (requests, repeats) == ([signal.SIGTERM], [])
 
 
 def test_only_the_same_signal_again_after_a_while_is_a_repeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
-    calls = Calls()
-    with StopSignals(calls.requests.append, calls.repeat):
+    requests, repeats = [], []
+    with StopSignals(requests.append, lambda: repeats.append(1)):
         # Slurm warns with SIGUSR1 and ends with SIGTERM: the second is not a repeat.
         signal.raise_signal(signal.SIGUSR1)
-        wait_until(lambda: calls.requests == [signal.SIGUSR1])
+        wait_until(lambda: requests == [signal.SIGUSR1])
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        wait_until(lambda: calls.repeats == 1)
-    assert calls.requests == [signal.SIGUSR1]
+        wait_until(lambda: repeats == [1])
+    assert requests == [signal.SIGUSR1]
 
 
 def test_a_request_works_inside_native_code(tmp_path: Path) -> None:
@@ -133,14 +120,14 @@ def test_a_request_works_inside_native_code(tmp_path: Path) -> None:
 
 
 def test_contexts_nest() -> None:
-    outer, inner = Calls(), Calls()
-    with StopSignals(outer.requests.append):
-        with StopSignals(inner.requests.append) as signals:
+    outer, inner = [], []
+    with StopSignals(outer.append):
+        with StopSignals(inner.append) as signals:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: bool(signals))
         os.kill(os.getpid(), signal.SIGINT)
-        wait_until(lambda: outer.requests == [signal.SIGINT])
-    assert inner.requests == [signal.SIGTERM]
+        wait_until(lambda: outer == [signal.SIGINT])
+    assert inner == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("code", [0, 75])

@@ -1,6 +1,8 @@
-"""Strict JSON, strict models and manifest files: what is unknown, damaged or edited is refused."""
+"""Strict JSON, strict models and manifest files: what is unknown is refused.
 
-import json
+Manifests that are no JSON, edited or damaged: tests/data_pipeline/shards/test_manifest.py.
+"""
+
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -57,12 +59,9 @@ def test_wrong_content_is_refused_with_the_key(content: str, problem: str) -> No
     assert first_problem(refused.value).startswith(problem)
 
 
-def test_a_nan_from_python_is_refused_too() -> None:
+def test_a_model_is_frozen_and_refuses_a_nan_from_python_too() -> None:
     with pytest.raises(ValidationError):
         Inner(loss=math.nan)
-
-
-def test_a_model_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Outer(steps=1).steps = 2  # type: ignore[misc]
 
@@ -77,54 +76,21 @@ class Small(StrictModel):
 CONTENT: dict[str, Any] = {"format": "small", "version": 3, "loss": 1.5}
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "manifest.json"
-
-
-def test_content_is_loaded_as_it_was_written(path: Path) -> None:
-    path.write_bytes(manifest_bytes(CONTENT))
-    assert load_manifest_file(path, Small) == Small(loss=1.5)
-    assert json.loads(path.read_bytes())["digest"] == sha256_of(CONTENT)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"format": "other"}, "format: Input should be 'small'"),
         ({"version": 2}, "version: Input should be 3"),
-        ({"version": "3"}, "version: Input should be 3"),
         ({"loss": float("nan")}, "loss: Input should be a finite number"),
-        ({"loss": "1.5"}, "loss: Input should be a valid number"),
         ({"extra": 1}, "extra: Extra inputs are not permitted"),
     ],
 )
 def test_a_wrong_entry_is_refused_although_the_digest_is_right(
-    path: Path, change: dict[str, Any], reason: str
+    tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest_bytes(CONTENT))
+    assert load_manifest_file(path, Small) == Small(loss=1.5)
     path.write_bytes(manifest_bytes({**CONTENT, **change}))
     with pytest.raises(ValueError, match=f"has a wrong entry: {reason}"):
-        load_manifest_file(path, Small)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [('"loss": 1.5', '"loss": 1.6'), ('"digest": "', '"digest": "0')]
-)
-def test_an_edit_of_the_content_or_of_the_digest_is_refused(path: Path, old: str, new: str) -> None:
-    path.write_text(manifest_bytes(CONTENT).decode().replace(old, new))
-    with pytest.raises(ValueError, match="digest"):
-        load_manifest_file(path, Small)
-
-
-@pytest.mark.parametrize("line", ['"loss": 1.5', '"loss": 2.5', '"digest": ""'])
-def test_a_key_twice_is_refused_whatever_its_values(path: Path, line: str) -> None:
-    path.write_text(manifest_bytes(CONTENT).decode().replace("{", "{" + line + ",", 1))
-    with pytest.raises(ValueError, match=r"not valid JSON \(key .* twice"):
-        load_manifest_file(path, Small)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"])
-def test_a_file_that_is_not_json_is_refused(path: Path, text: str) -> None:
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match="is not valid JSON"):
         load_manifest_file(path, Small)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.system.progress import count_bytes, counted_bytes
+from data_pipeline.system.sources import count_bytes, counted_bytes
 from data_pipeline.system.workers import (
     BackgroundQueue,
     InProcess,
@@ -130,7 +130,12 @@ def test_tasks_run_in_order_and_submit_does_not_wait() -> None:
     gate.set()
     assert queue.wait(30)
     assert done == [0, 1, 2, 3, 4]
-    assert queue.close(30)
+    gate.clear()
+    queue.submit(gate.wait)
+    queue.submit(lambda: done.append(5))
+    threading.Timer(0.01, gate.set).start()
+    assert queue.close(30), "closing runs the remaining tasks"
+    assert done == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_first_error_is_kept_and_drops_later_tasks() -> None:
@@ -149,11 +154,3 @@ def test_the_first_error_is_kept_and_drops_later_tasks() -> None:
     assert str(queue.error) == "first"
     assert done == []
     assert queue.close(30)
-
-
-def test_closing_runs_the_remaining_tasks() -> None:
-    queue, done = BackgroundQueue("test"), []
-    for number in range(3):
-        queue.submit(lambda number=number: done.append(number))
-    assert queue.close(30)
-    assert done == [0, 1, 2]

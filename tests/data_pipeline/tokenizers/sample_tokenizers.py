@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import (
     train_tokenizer,
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, cuts_of, token_dtype, train_tokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.interface import text_parts

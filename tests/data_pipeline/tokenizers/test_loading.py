@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.manifest import open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, open_tokenizer
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.byte_char_word import CharTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer

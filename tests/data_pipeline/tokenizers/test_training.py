@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers import ready_tokenizer, tokenizer_of_counts, train_tokenizer
 from data_pipeline.tokenizers.training import RECIPES, count_symbols, sum_of_counts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.commands import run_txl
 from tests.txl_dist.checkpoint import saving
 from txl_dist.convert.stored_model import Reading, write_exported

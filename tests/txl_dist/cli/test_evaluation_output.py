@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.support.exported_model import export_small_model
 from tests.support.run_directories import evaluation

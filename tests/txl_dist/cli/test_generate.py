@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl, txl
 from tests.support.small_models import small_model

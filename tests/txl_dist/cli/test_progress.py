@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline.preparation.documents import RECORDS
 from data_pipeline.shards.data_commands import push_dataset
-from data_pipeline.system.progress import count_bytes, counting_bytes
+from data_pipeline.system.sources import count_bytes, counting_bytes
 from data_pipeline.system.workers import InProcess
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare

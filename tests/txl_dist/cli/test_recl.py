@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model

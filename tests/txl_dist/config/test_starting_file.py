@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from txl_dist.config.config_file import flatten_config, load_run_config, read_yaml
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.starting_file import START, starting_file

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl
 from tests.support.run_directories import evaluation, start, write_events

@@ -18,7 +18,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from data_pipeline.tokenizers.byte_char_word import LINE_END, UNKNOWN_WORD, WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer

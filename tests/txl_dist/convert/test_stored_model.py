@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import run_txl
 from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments

@@ -18,7 +18,7 @@ from hypothesis import given
 
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.properties.test_exact_evaluation import cases, sequential_nats
 from tests.support.exported_model import export_small_model

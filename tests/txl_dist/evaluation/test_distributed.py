@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
-from data_pipeline.system.progress import Progress
-from data_pipeline.system.workers import InProcess
+from data_pipeline.system.workers import InProcess, Progress
 from tests.support.exported_model import export_small_model
 from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError

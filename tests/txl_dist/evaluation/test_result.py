@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import TextCounts
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, TextCounts
 from data_pipeline.shards.shard_reader import open_split
 from txl_dist.evaluation.result import ScoredText, Subject, protocol_line, scored_text
 from txl_dist.evaluation.scores import LossSums

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.streams import cursor
+from data_pipeline.streams import segments
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import small_model
 from tests.support.token_sources import NumberedSource, TextSource
@@ -81,7 +81,7 @@ def test_without_a_limit_of_the_context_a_split_is_read_in_one_pass() -> None:
 
 def test_reading_takes_no_more_memory_for_longer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "READ_TOKENS", 1000)
-    monkeypatch.setattr(cursor, "CHUNK_TOKENS", 1000)
+    monkeypatch.setattr(segments, "CHUNK_TOKENS", 1000)
     peaks = []
     for length in (4_000, 40_000):
         scorer = Scorer(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.small_models import random_text, read_stream, small_model
 from txl_dist.generation.generate import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.small_models import read_stream, small_model
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export, requests

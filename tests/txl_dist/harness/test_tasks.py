@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 import txl_dist.harness.model  # noqa: F401  # registers `txl`
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import ENVIRONMENT
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export

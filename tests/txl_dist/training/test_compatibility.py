@@ -12,8 +12,7 @@ import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.data_commands import excerpts
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, score_of_step, tiny_spec, train

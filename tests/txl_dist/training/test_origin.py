@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
 from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import ZERO, losses, refusal, score_of_step, train

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_spec, train
 from txl_dist.config.config_file import load_run_config

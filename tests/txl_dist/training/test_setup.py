@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import tiny_spec, train
 from txl_dist.cli.app import app

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import read_range
 from tests.support.commands import start_txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, metrics
 from txl_dist.cli.reproduce import experiments

@@ -23,15 +23,16 @@ from typing import Any, BinaryIO, TextIO
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.ids import text_of_array
-from data_pipeline.readers.records import (
+from data_pipeline.readers.source import (
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
+    Source,
+    read_exactly,
     too_long,
 )
-from data_pipeline.readers.source import Source, read_exactly
 from data_pipeline.system.sources import SourceError
 
 _BATCH_BYTES = 8 * 2**20

@@ -33,16 +33,18 @@ from typing import BinaryIO, NamedTuple
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.ids import text_of_npy
-from data_pipeline.readers.records import (
+from data_pipeline.readers.source import (
+    CHUNK_BYTES,
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
+    Source,
     decode,
+    read_exactly,
     too_long,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly
 from data_pipeline.readers.text import text_of_line
 from data_pipeline.system.sources import SourceError, require_plausible_ratio
 

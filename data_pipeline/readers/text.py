@@ -32,25 +32,23 @@ from typing import Any
 
 from data_pipeline.readers.columns import text_of_scalar, values_of
 from data_pipeline.readers.ids import text_of_value
-from data_pipeline.readers.records import (
-    MAX_RECORD_BYTES,
-    BadRecordError,
-    BrokenStreamError,
-    IdRules,
-    Record,
-    Reject,
-    decode,
-    value_at,
-)
 from data_pipeline.readers.source import (
     CHUNK_BYTES,
+    MAX_RECORD_BYTES,
     NUL_REASON,
+    BadRecordError,
+    BrokenStreamError,
     DocumentBuilder,
+    IdRules,
     InputFile,
     Line,
+    Record,
+    Reject,
     Source,
+    decode,
     lines_of,
     read_exactly,
+    value_at,
 )
 from data_pipeline.system.sources import open_source, reject_reason, shown
 from data_pipeline.system.strict_json import JSON_DECODER

@@ -31,8 +31,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers.records import BrokenStreamError
-from data_pipeline.readers.source import ANY_ARCHIVE, CHUNK_BYTES, InputFile, suffix_of
+from data_pipeline.readers.source import (
+    ANY_ARCHIVE,
+    CHUNK_BYTES,
+    BrokenStreamError,
+    InputFile,
+    suffix_of,
+)
 from data_pipeline.readers.split_names import splits_of_names
 from data_pipeline.readers.tar import (
     is_metadata,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.readers import (
-    Format,
     IdRules,
     InputFile,
     InputFiles,
@@ -32,7 +31,7 @@ Records = list[Document | Reject]
 
 def find(
     *inputs: object,
-    format: Format = "auto",
+    format: str = "auto",
     out: Path = Path("/nowhere"),
     ids: IdRules | None = None,
     text_key: str = "text",
@@ -48,7 +47,7 @@ def find(
     )
 
 
-def one_file(path: Path | str, format: Format = "auto", ids: IdRules | None = None) -> InputFile:
+def one_file(path: Path | str, format: str = "auto", ids: IdRules | None = None) -> InputFile:
     (file,) = find(path, format=format, ids=ids, text_key="ids" if ids else "text").files
     return file
 

@@ -11,8 +11,7 @@ import pytest
 import zstandard
 
 from data_pipeline.readers import InputFile, Reject, Source
-from data_pipeline.readers.records import MAX_RECORD_BYTES
-from data_pipeline.readers.source import CHUNK_BYTES, lines_of
+from data_pipeline.readers.source import CHUNK_BYTES, MAX_RECORD_BYTES, lines_of
 from tests.data_pipeline.readers.reading import Document, one_file, read, texts
 
 

@@ -17,7 +17,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.readers import IdRules, Reject, scan_ranges
 from data_pipeline.readers import ids as ids_module
 from data_pipeline.readers.ids import text_of_array, text_of_value, texts_of_chunks
-from data_pipeline.readers.records import BadRecordError
+from data_pipeline.readers.source import BadRecordError
 from tests.data_pipeline.readers.id_inputs import (
     END,
     RULES,

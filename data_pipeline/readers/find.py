@@ -119,9 +119,10 @@ def find_files(
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
     if are_named:
-        splits = (split for split, _ in pairs)
         files = [
-            replace(f, split=s) for s, each in zip(splits, by_input, strict=True) for f in each
+            replace(file, split=split)
+            for (split, _), of_input in zip(pairs, by_input, strict=True)
+            for file in of_input
         ]
     else:
         files = with_splits_of_names(by_input)

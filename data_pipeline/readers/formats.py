@@ -124,7 +124,6 @@ def suffixes_of(format: str) -> tuple[str, ...]:
 
 
 def format_of(file: InputFile) -> FileFormat:
-    """The format of a file whose kind is decided."""
     return (ID_FORMATS if file.ids else FORMATS)[file.kind]
 
 
@@ -284,8 +283,7 @@ def read_records(source: Source) -> Records:
         with file.open() as source.stream:
             yield from format_of(file).read(source)
     except (BrokenStreamError, OSError) as error:
-        is_broken = isinstance(error, BrokenStreamError)
-        broken = error if is_broken else BrokenStreamError(reject_reason(error))
+        broken = BrokenStreamError(reject_reason(error)) if isinstance(error, OSError) else error
         if is_transient(error):
             raise UnfinishedError(
                 f"{shown(file.place)}: {broken.reason}. Finished work is kept; run the same "

@@ -144,12 +144,10 @@ def text_of_npy(raw: bytes, rules: IdRules) -> str:
 
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
-    """A raw file of ids of type `source.ids.dtype`."""
     return _read_separated(source, np.dtype(source.id_rules.dtype), 0, math.inf)
 
 
 def read_npy(source: Source) -> Iterator[Record | Reject]:
-    """A file as `numpy.save` writes it."""
     start, dtype, shape = _read_npy_header(source.stream)
     stop = start + math.prod(shape) * dtype.itemsize
     if len(shape) == 1:
@@ -288,7 +286,6 @@ def index_path(path: str) -> str:
 
 
 def read_pair(source: Source) -> Iterator[Record | Reject]:
-    """The documents of a pair; `source` is the .bin file."""
     dtype, bounds = _index_of(index_path(source.file.path), source.file.mark)
     edges = bounds * dtype.itemsize
     first, stop = np.searchsorted(edges[:-1], (source.start, source.stop)).tolist()

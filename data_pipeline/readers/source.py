@@ -120,7 +120,6 @@ class IdRules:
     """The id that fills up documents; None if it is not known whether there is one."""
 
     def unknown(self, id_: object, position: int) -> BadRecordError:
-        """The error for an id that is not in the vocabulary."""
         return BadRecordError(
             f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
             f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}"
@@ -138,7 +137,6 @@ def decode(raw: bytes) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError, byte: int) -> BadRecordError:
-    """The error for a byte of a record that is not UTF-8."""
     hint = ""
     if not byte and error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         hint = "; it looks like UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
@@ -147,7 +145,6 @@ def not_utf8(error: UnicodeDecodeError, byte: int) -> BadRecordError:
 
 
 def too_long() -> BadRecordError:
-    """The error for a record above MAX_RECORD_BYTES."""
     return BadRecordError(
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
         "text files and arrays of ids may be of any size"
@@ -281,7 +278,6 @@ class Source:
 
     @property
     def id_rules(self) -> IdRules:
-        """The rules of a file that holds token ids."""
         assert self.file.ids
         return self.file.ids
 
@@ -335,8 +331,6 @@ def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 class Line(NamedTuple):
-    """A line of a file."""
-
     offset: int
     number: int
     """Counted from 1 within the range."""
@@ -396,7 +390,6 @@ class DocumentBuilder:
             self._write()
 
     def _write(self, *, final: bool = False) -> None:
-        """Check, hash and write the pending bytes."""
         raw, cut = bytes(self._pending), len(self._decoder.getstate()[0])
         self._pending.clear()
         try:
@@ -410,7 +403,6 @@ class DocumentBuilder:
         self._size += self._source.texts.write(raw)
 
     def build(self) -> Record | Reject:
-        """The document of all chunks that were added."""
         if not self._error:
             self._write(final=True)
         if error := self._error:

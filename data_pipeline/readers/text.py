@@ -63,7 +63,6 @@ _IDS_REASON = (
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
-_BLANK_LINE = b" \n"
 _MAX_ROWS_EXAMINED = 4096
 """Rows at the beginning of a file that show whether its rows are lines. A shard may begin inside a
 long article."""
@@ -71,12 +70,11 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})(?P<total>-of-\d{5})(?P<suff
 
 
 def read_text(source: Source) -> Iterator[Record | Reject]:
-    raw = source.stream.read(CHUNK_BYTES)
-    body = raw.removeprefix(BOM_UTF8)
-    document = DocumentBuilder(source, len(raw) - len(body), line=0)
-    while body:
+    body = source.stream.read(CHUNK_BYTES)
+    document = DocumentBuilder(source, len(BOM_UTF8) * body.startswith(BOM_UTF8), line=0)
+    document.add(body.removeprefix(BOM_UTF8))
+    while body := source.stream.read(CHUNK_BYTES):
         document.add(body)
-        body = source.stream.read(CHUNK_BYTES)
     yield document.build()
 
 
@@ -233,7 +231,6 @@ def _articles(source: Source, lines: Iterable[Line]) -> Iterator[Record | Reject
 
 
 def _lines_of_rows(source: Source) -> Iterator[Line]:
-    """The lines of all shards."""
     number = 0
     for path in source.file.paths:
         with open_source(path, "") as stream:
@@ -247,7 +244,7 @@ def _lines_of_rows(source: Source) -> Iterator[Line]:
 def _rows_of_file(source: Source) -> Iterator[bytes]:
     try:
         for value in values_of(source):
-            line = text_of_scalar(source, value).encode() or _BLANK_LINE
+            line = text_of_scalar(source, value).encode() or b" \n"
             if line.find(b"\n") != len(line) - 1:
                 raise BadRecordError("it is not one line")
             yield line

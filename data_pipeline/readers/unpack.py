@@ -189,12 +189,12 @@ def _contents_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str,
         raise SourceError("a .zip file needs random access, but its server has no byte ranges")
     archive = zipfile.ZipFile(stream)
     infos = sorted(archive.infolist(), key=lambda each: each.header_offset)
-    names = [info.orig_filename.replace("\\", "/") for info in infos]
-    for info, name in zip(infos, names, strict=True):
+    members = [(info, info.orig_filename.replace("\\", "/")) for info in infos]
+    for info, name in members:
         _refuse(name, path_problem(name) or _problem_of_zip_member(info))
     if stored_bytes:
         require_plausible_ratio(sum(info.file_size for info in infos), stored_bytes)
-    for info, name in zip(infos, names, strict=True):
+    for info, name in members:
         if not name.endswith("/"):
             with archive.open(info) as file:
                 yield _cleaned(name), iter(partial(file.read, CHUNK_BYTES), b"")

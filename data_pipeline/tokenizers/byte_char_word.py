@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -79,11 +79,6 @@ class ByteTokenizer(Tokenizer):
         self.opens_documents = opens_documents
         self.description = ByteDescription(opens_documents=opens_documents)
 
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> "ByteTokenizer":
-        """Raises ValueError for content that `to_json` does not write."""
-        return cls(opens_documents=ByteDescription.model_validate(content).opens_documents)
-
     def encode(self, text: str) -> np.ndarray:
         """uint16 [UTF-8 bytes]. Raises UnicodeEncodeError for lone surrogates."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
@@ -130,12 +125,6 @@ class CharTokenizer(_SymbolTokenizer):
             raise ValueError("its symbols are not characters")
         self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
         self._unknown = symbols.index(UNKNOWN_CHARACTER)
-
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> "CharTokenizer":
-        """Raises ValueError for content that `to_json` does not write."""
-        fields = CharDescription.model_validate(content)
-        return cls(fields.symbols, opens_documents=fields.opens_documents)
 
     @cached_property
     def _code_points(self) -> np.ndarray:
@@ -192,12 +181,6 @@ class WordTokenizer(_SymbolTokenizer):
         self.lines = lines
         self.cuts = "space" if lines == "end" else "line"
         self._id_of = {symbol: number for number, symbol in enumerate(symbols)}
-
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> "WordTokenizer":
-        """Raises ValueError for content that `to_json` does not write."""
-        fields = WordDescription.model_validate(content)
-        return cls(fields.symbols, lines=fields.lines, opens_documents=fields.opens_documents)
 
     def encode(self, text: str) -> np.ndarray:
         """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""

@@ -21,8 +21,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.system.workers import ProcessWorkers
-from data_pipeline.tokenizers import train_tokenizer
-from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
+from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import Backwards, compressed, files_of, prepare
 from tests.data_pipeline.tokenizers.sample_tokenizers import with_unknown_as_only_special
 
@@ -90,8 +89,9 @@ def test_a_giant_run_of_blanks_is_tokenized(tmp_path: Path) -> None:
 
 def test_a_document_that_holds_the_end_of_document_token_is_refused_by_name() -> None:
     content = json.loads(with_unknown_as_only_special("bpe").to_str())
-    description = {"type": "file", "end_of_document": 0, "tokenizer": content}
-    tokenizer = PretrainedTokenizer.from_description(description)
+    tokenizer = load_tokenizer(
+        {"type": "file", "version": 1, "end_of_document": 0, "tokenizer": content}
+    )
     assert len(list(tokenize_document(tokenizer, ["the cat sat"], document_id="a.txt"))) == 2
     with pytest.raises(DataError, match=r"b\.txt contains text .* end-of-document token, id 0"):
         list(tokenize_document(tokenizer, ["the cat 漢 sat"], document_id="b.txt"))

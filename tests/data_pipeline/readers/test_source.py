@@ -76,8 +76,7 @@ def test_a_bad_byte_of_a_long_document_is_located(tmp_path: Path, content: bytes
 def test_a_line_above_the_limit_is_rejected_and_the_next_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, after: list[str], unit_bytes: int
 ) -> None:
-    for module in ("records", "source"):
-        monkeypatch.setattr(f"data_pipeline.readers.{module}.MAX_RECORD_BYTES", 40)
+    monkeypatch.setattr("data_pipeline.readers.source.MAX_RECORD_BYTES", 40)
     (tmp_path / "in").write_bytes(b'{"text": "' + b"x" * 500 + b'"}\n{"text": "next"}\n')
     reject, *good = read(one_file(tmp_path / "in", format_), unit_bytes=unit_bytes)
     assert isinstance(reject, Reject)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizers import encoders, load_tokenizer
 from data_pipeline.tokenizers.bpe import bpe_of_counts, count_words
-from data_pipeline.tokenizers.decoding import BYTE_OF
 from data_pipeline.tokenizers.encoders import (
+    BYTE_OF,
     CHARACTERS_OF_EARLIER_VERSIONS,
     OTHER_CLASS,
     GigatokenEncoder,

@@ -124,7 +124,7 @@ def test_a_tokenizer_that_cannot_encode_every_text_one_way_is_refused(damage: st
 
 
 def test_ids_that_differ_between_the_libraries_are_an_error() -> None:
-    other = PretrainedTokenizer.from_description(json.loads(TOKENIZER.to_json()))
+    other = PretrainedTokenizer(TOKENIZER.description)
     other._library = tokenizers.Tokenizer.from_str(json.dumps(byte_level(("a", "b"))))
     with pytest.raises(DataError, match="differ on"):
         require_same_ids(other)

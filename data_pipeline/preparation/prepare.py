@@ -273,9 +273,8 @@ def _summarize_input(
         scans[number] = result
         done_bytes += units[number].size
         progress("reading", done_bytes, total_bytes)
-    in_order = (scans[number] for number in range(len(units)))
     with Path(os.devnull).open("wb") as nowhere:
-        index = InputIndex(files, units, in_order, nowhere)
+        index = InputIndex(files, units, (scans[n] for n in range(len(units))), nowhere)
     if settings.dedup == "exact":
         first_of_each_text(index)
     return index.summary()

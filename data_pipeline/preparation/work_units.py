@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -146,14 +147,11 @@ def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
 
 def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     settings, documents = PrepareSettings.model_validate_json(unit.context), unit.documents
-
-    def parts() -> Iterator[str]:
-        for number in range(len(documents)):
-            text = documents.read_text(number, staging)
-            yield from text_parts(text, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
-
+    texts = (documents.read_text(number, staging) for number in range(len(documents)))
+    cut = partial(text_parts, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
+    counts = count_symbols(settings, chain.from_iterable(map(cut, texts)))
     path = scratch / f"{unit.name}s"
-    write_synced(path, canonical_json(count_symbols(settings, parts())).encode())
+    write_synced(path, canonical_json(counts).encode())
     file = _move_to_staging(path, staging)
     return {"counts": file.path}, [file]
 

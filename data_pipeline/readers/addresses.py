@@ -204,5 +204,4 @@ def _list_url(url: str) -> tuple[list[InputFile], bool]:
 def _remote_file(url: str, name: str, info: Mapping[str, Any]) -> InputFile:
     known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
     mark = " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
-    size = int(info.get("size") or 0)
-    return InputFile(url, name_in_utf8(name), size, mark)
+    return InputFile(url, name_in_utf8(name), int(info.get("size") or 0), mark)

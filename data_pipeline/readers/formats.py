@@ -60,7 +60,6 @@ from data_pipeline.readers.text import (
 )
 from data_pipeline.system.sources import is_transient, reject_reason, scheme_of, shown
 
-Records = Iterator[Record | Reject]
 _MAX_OBJECT_BYTES = 16 * 2**20
 """Bytes of a line that is examined to decide whether a file is JSON lines."""
 _UNTYPED = ("", ".jl", ".wet", ".warc", ".wat")
@@ -73,7 +72,7 @@ _LLMC_NUMBERS = (20240520, 20240522, 20240801)
 class FileFormat:
     """How files of one kind are read."""
 
-    read: Callable[[Source], Records]
+    read: Callable[[Source], Iterator[Record | Reject]]
     suffixes: tuple[str, ...] = ()
     """Suffixes that "auto" reads as this kind. In a folder, an explicit --format reads only these;
     () means all files that are not known to be binary."""
@@ -270,7 +269,7 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + unit_bytes, file.size)) for start in starts]
 
 
-def read_records(source: Source) -> Records:
+def read_records(source: Source) -> Iterator[Record | Reject]:
     """The records whose first byte is in the range of `source`, one of `scan_ranges`, in order.
 
     A bad record is a Reject. Raises UnfinishedError if a disk or server fails temporarily, and

@@ -27,6 +27,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -115,9 +116,7 @@ def read_blank_lines(source: Source) -> Iterator[Record | Reject]:
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:
-    def text_of(raw: bytes) -> str:
-        return text_of_line(raw, source.text_key, source.file.ids)
-
+    text_of = partial(text_of_line, text_key=source.text_key, ids=source.file.ids)
     for byte, line, raw in lines_of(source):
         if raw.strip():
             yield source.record(text_of, raw, line=line, byte=byte)
@@ -128,10 +127,7 @@ def read_id_json(source: Source) -> Iterator[Record | Reject]:
 
     They are the value at the key, or the whole file.
     """
-
-    def text_of(value: object) -> str:
-        return text_of_value(value, source.id_rules, source.text_key)
-
+    text_of = partial(text_of_value, rules=source.id_rules, name=source.text_key)
     raw = read_exactly(source.stream, MAX_RECORD_BYTES + 1)
     try:
         content = value_of_json(raw.rstrip() + b"\n")

@@ -10,6 +10,7 @@ id are encoded as `<unk>`, the word that prepared datasets use for it. Decoding 
 between two words: the original whitespace is lost.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -34,8 +35,6 @@ UNKNOWN_WORD = "<unk>"
 LINE_END = "\n"
 Lines = Literal["end", "both"]
 """`end`: a token ends each line (`<eos>`). `both`: it also begins each line (`<S>` of lm1b)."""
-_NUM_CODE_POINTS = 0x110000
-_REPLACEMENT = 0xFFFD
 
 
 class ByteDescription(StrictModel):
@@ -92,9 +91,7 @@ class ByteTokenizer(Tokenizer):
         return array[array != self.end_of_document].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> np.ndarray:
-        lengths = np.ones(self.vocab_size, dtype=np.int64)
-        lengths[self.end_of_document] = 0
-        return lengths
+        return np.array([1] * self.end_of_document + [0], dtype=np.int64)
 
 
 class _SymbolTokenizer(Tokenizer):
@@ -129,13 +126,12 @@ class CharTokenizer(_SymbolTokenizer):
     @cached_property
     def _code_points(self) -> np.ndarray:
         """uint32 [symbols]: the character of each id."""
-        points = [ord(symbol) if symbol else _REPLACEMENT for symbol in self.symbols]
-        return np.array(points, dtype="<u4")
+        return np.array([ord(symbol or "\ufffd") for symbol in self.symbols], dtype="<u4")
 
     @cached_property
     def _id_of(self) -> np.ndarray:
         """[code points]: the id of each character. 2.2 MB of uint16, so `encode` is one lookup."""
-        table = np.full(_NUM_CODE_POINTS, self._unknown, dtype=token_dtype(self.vocab_size))
+        table = np.full(sys.maxunicode + 1, self._unknown, dtype=token_dtype(self.vocab_size))
         known = np.flatnonzero(np.arange(len(self.symbols)) != self._unknown)
         table[self._code_points[known]] = known
         return table

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,12 @@ from data_pipeline.readers import IdRules
 END, VOCAB_SIZE = 0, 500
 RULES = IdRules(VOCAB_SIZE, END, "<u2")
 Documents = list[list[int]]
+
+
+def npy(array: object, **options: object) -> bytes:
+    file = BytesIO()
+    np.save(file, array, **options)  # type: ignore[arg-type]
+    return file.getvalue()
 
 
 def separated(documents: Documents) -> np.ndarray:

@@ -73,6 +73,15 @@ def read(file: InputFile, *, text_key: str = "", unit_bytes: int = 2**30) -> Rec
     return records
 
 
+def only_reject(
+    path: Path, format: str = "auto", ids: IdRules | None = None, *, text_key: str = ""
+) -> Reject:
+    """The reject of a file of which no document can be read."""
+    (reject,) = read(one_file(path, format, ids), text_key=text_key)
+    assert isinstance(reject, Reject)
+    return reject
+
+
 def kinds_of(found: InputFiles) -> dict[str, int]:
     """The number of files of every kind."""
     return dict(Counter(file.kind for file in found.files))

@@ -1,10 +1,11 @@
-"""Files read in any ranges, files that change or fail while they are read, and an added format."""
+"""Text formats in any ranges, files that change or fail while they are read, an added format."""
 
 import gzip
 import json
 import os
 import re
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError, UnfinishedError
-from data_pipeline.readers import FORMATS, format_names, scan_ranges
+from data_pipeline.readers import FORMATS, Reject, format_names, scan_ranges
 from data_pipeline.readers.formats import FileFormat
-from tests.data_pipeline.readers.reading import one_file, read, split_at_reject, texts
-from tests.data_pipeline.readers.test_lines import BOM, CONTENT
+from tests.data_pipeline.readers.reading import one_file, only_reject, read, split_at_reject, texts
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "add_a_reader.md"
+BOM = b"\xef\xbb\xbf"
+LINE = st.one_of(
+    st.sampled_from([b"", b" ", b"\r", BOM, b"\xff", b" = T = ", b" = = S = = ", b'{"text": 3}']),
+    st.text(max_size=9).map(lambda text: json.dumps({"text": text}).encode()),
+    st.binary(max_size=6),
+)
+ENDS = st.sampled_from([b"\n", b"\r\n", b"\n\n"])
+CONTENT = st.tuples(
+    st.sampled_from([b"", BOM]), st.lists(st.tuples(LINE, ENDS).map(b"".join), max_size=9), LINE
+).map(lambda parts: parts[0] + b"".join(parts[1]) + parts[2])
 
 
 @pytest.mark.parametrize("format_", ["lines", "jsonl", "wikitext"])
@@ -57,8 +67,7 @@ def test_a_file_that_changed_since_it_was_found_is_refused(
 
 def test_a_named_pipe_is_rejected_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "in.txt")
-    (reject,) = read(one_file(tmp_path / "in.txt"))
-    assert "not a regular file" in str(reject)
+    assert only_reject(tmp_path / "in.txt").reason == "not a regular file"
 
 
 @pytest.mark.fault_row(50)
@@ -73,8 +82,7 @@ def test_a_failing_disk_stops_the_run_and_rejects_nothing(tmp_path: Path, name: 
 def test_a_file_that_may_not_be_read_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("x")
     (tmp_path / "in.txt").chmod(0)
-    (reject,) = read(one_file(tmp_path / "in.txt"))
-    assert "cannot be read: Permission denied" in str(reject)
+    assert only_reject(tmp_path / "in.txt").reason == "cannot be read: Permission denied"
 
 
 def test_the_help_lists_the_formats(txl: Callable[..., Any]) -> None:
@@ -125,3 +133,59 @@ def test_a_bad_sequence_is_rejected(tmp_path: Path, content: bytes, good: int, c
     before, reject = split_at_reject(read(one_file(tmp_path / "in.fa")))
     assert len(before) == good
     assert cause in reject.reason
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=CONTENT)
+@example(content=BOM + b"one\r\n\n two \x1b\x0c\r\r\n\r\n \nthree")
+def test_every_byte_of_lines_is_in_a_document_or_rejected_or_an_end(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    """Against the standard library's cutting of the same bytes."""
+    path = tmp_path_factory.mktemp("lines") / "in"
+    path.write_bytes(content)
+    expected = []
+    for line, raw in enumerate(content.removeprefix(BOM).split(b"\n"), start=1):
+        last = line == content.count(b"\n") + 1
+        body = raw if last else raw.removesuffix(b"\r")
+        if body:
+            try:
+                expected.append((line, body.decode() if b"\0" not in body else None))
+            except UnicodeDecodeError:
+                expected.append((line, None))
+    records = read(one_file(path, "lines"))
+    assert [(record.line, getattr(record, "text", None)) for record in records] == expected
+
+
+BLOCK_LINE = st.sampled_from(["a", "word  ", "é", " ", "", "\t", "x" * 30])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lines=st.lists(BLOCK_LINE, max_size=20),
+    end=st.sampled_from(["\n", "\r\n"]),
+    has_last_end=st.booleans(),
+)
+def test_blank_lines_separate_documents(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: str, has_last_end: bool
+) -> None:
+    content = end.join(lines) + end * has_last_end
+    numbered = enumerate(re.findall(r"[^\n]*\n|[^\n]+", content), start=1)
+    groups = groupby(numbered, key=lambda line: bool(line[1].strip()))
+    expected = [list(group) for is_text, group in groups if is_text]
+    path = tmp_path_factory.mktemp("blocks") / "in.txt"
+    path.write_bytes(BOM + content.encode())
+    records = read(one_file(path, "blank_lines"))
+    assert texts(records) == ["".join(text for _, text in group) for group in expected]
+    assert [record.line for record in records] == [group[0][0] for group in expected]
+
+
+def test_a_key_twice_in_an_object_is_named(tmp_path: Path) -> None:
+    lines = b'{"text": "a", "x": {"k": 1, "k": 1}}\n{"text": "b", "text": "c"}\n'
+    (tmp_path / "in.jsonl").write_bytes(lines + b'{"text": "d"}\n')
+    one, two, _ = read(one_file(tmp_path / "in.jsonl"))
+    assert isinstance(one, Reject)
+    assert 'key "k" twice' in one.reason
+    assert isinstance(two, Reject)
+    assert (two.line, two.byte) == (2, 37)
+    assert 'key "text" twice' in two.reason

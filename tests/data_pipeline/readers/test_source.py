@@ -12,7 +12,7 @@ import zstandard
 
 from data_pipeline.readers import InputFile, Reject, Source
 from data_pipeline.readers.source import CHUNK_BYTES, MAX_RECORD_BYTES, lines_of
-from tests.data_pipeline.readers.reading import Document, one_file, read, texts
+from tests.data_pipeline.readers.reading import Document, one_file, only_reject, read, texts
 
 
 class CountsBytes(io.BytesIO):
@@ -62,8 +62,7 @@ BAD_BYTES = {
 @pytest.mark.parametrize(("content", "at"), BAD_BYTES.values(), ids=BAD_BYTES)
 def test_a_bad_byte_of_a_long_document_is_located(tmp_path: Path, content: bytes, at: int) -> None:
     (tmp_path / "in.txt").write_bytes(content)
-    (reject,) = read(one_file(tmp_path / "in.txt"))
-    assert isinstance(reject, Reject)
+    reject = only_reject(tmp_path / "in.txt")
     assert (reject.byte, reject.line) == (at, 0)
     assert ("NUL" if content.endswith(b"\0") else "invalid UTF-8: byte 0x") in reject.reason
 

@@ -21,7 +21,10 @@ from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, SETTINGS, T
 
 
 @given(
-    st.text() | st.sampled_from(HARD_STRINGS) | st.text(alphabet="ae \n't19!\u00a0\u2028\u1680\x1c")
+    st.text()
+    | st.sampled_from(HARD_STRINGS)
+    | st.sampled_from([part for text in SAMPLE for part in text.split("\n")])
+    | st.text(alphabet="ae \n't19!\u00a0\u2028\u1680\x1c\u088f\U00010940\u0c5c")
 )
 def test_any_text_comes_back_with_the_ids_of_the_library(text: str) -> None:
     ids = TOKENIZER.encode(text)

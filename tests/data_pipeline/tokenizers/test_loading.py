@@ -102,32 +102,25 @@ def stored(folder: Path, tokenizer: Tokenizer, digest: str = "") -> StoredTokeni
     return StoredTokenizer(path, digest or tokenizer.digest)
 
 
-@pytest.mark.parametrize("names", [{}, {0: "Bar"}, {0: "Pitch_60", 3: "Bar"}], ids=str)
-def test_names_of_ids_make_no_difference(tmp_path: Path, names: dict[int, str]) -> None:
-    other = IdTokenizer(7, 2, names)
-    assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)) == ""
+SMALL = "the text of some ids, or another setting"
+DIFFERENCES: dict[str, tuple[Tokenizer, Tokenizer, str]] = {
+    "no names": (NAMED, IdTokenizer(7, 2, {}), ""),
+    "a name": (NAMED, IdTokenizer(7, 2, {0: "Bar"}), ""),
+    "other names": (NAMED, IdTokenizer(7, 2, {0: "Pitch_60", 3: "Bar"}), ""),
+    "size": (NAMED, IdTokenizer(8, 7, {}), "vocab_size 7 and 8, end_of_document 2 and 7"),
+    "end": (NAMED, IdTokenizer(7, 1, NAMED.names), "end_of_document 2 and 1"),
+    "type": (NAMED, ByteTokenizer(),
+             "type ids and byte, vocab_size 7 and 257, end_of_document 2 and 256"),
+    "symbol": (CharTokenizer(["", "a", "b"]), CharTokenizer(["", "a", "c"]), SMALL),
+    "setting": (ByteTokenizer(), ByteTokenizer(opens_documents=False), SMALL),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        (IdTokenizer(8, 7, {}), "vocab_size 7 and 8, end_of_document 2 and 7"),
-        (IdTokenizer(7, 1, NAMED.names), "end_of_document 2 and 1"),
-        (ByteTokenizer(), "type ids and byte, vocab_size 7 and 257, end_of_document 2 and 256"),
-    ],
-    ids=["size", "end", "type"],
-)
-def test_the_differences_are_listed(tmp_path: Path, other: Tokenizer, expected: str) -> None:
-    assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)) == expected
-
-
-def test_a_difference_in_one_symbol_or_setting_is_one(tmp_path: Path) -> None:
-    first = CharTokenizer(["", "a", "b"], opens_documents=True)
-    other = CharTokenizer(["", "a", "c"], opens_documents=True)
-    closed = ByteTokenizer(opens_documents=False)
-    for pair in ((first, other), (ByteTokenizer(), closed)):
-        found = differences(*(stored(tmp_path, each) for each in pair))
-        assert found == "the text of some ids, or another setting"
+@pytest.mark.parametrize(("first", "other", "expected"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_differences_are_listed_and_names_of_ids_make_none(
+    tmp_path: Path, first: Tokenizer, other: Tokenizer, expected: str
+) -> None:
+    assert differences(stored(tmp_path, first), stored(tmp_path, other)) == expected
 
 
 def test_a_file_of_another_digest_is_not_trusted(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def read_records(source: Source) -> Iterator[Record | Reject]:
     # examined, and one that is missing has been rejected.
     is_marked = file.mark and not (file.archive or scheme_of(file.path))
     with contextlib.suppress(FileNotFoundError):
-        if is_marked and mark_of(*file.paths) != file.mark:
+        if is_marked and mark_of(file.path, *file.next_paths) != file.mark:
             raise DataError(
                 f"{shown(file.path)} changed while it was being read. Nothing was written. Run "
                 "the command again when no other process writes to the input."

@@ -228,11 +228,6 @@ class InputFile:
         return _COMPRESSIONS.get(self.suffix.packed, "")
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """All files that are read for this one; `mark` is of all."""
-        return (self.path, *self.next_paths)
-
-    @property
     def place(self) -> str:
         """The address for the user: `path`, or that of the member of an archive."""
         return f"{self.archive}/{self.member}" if self.archive else self.path

@@ -228,7 +228,7 @@ def _articles(source: Source, lines: Iterable[Line]) -> Iterator[Record | Reject
 
 def _lines_of_rows(source: Source) -> Iterator[Line]:
     number = 0
-    for path in source.file.paths:
+    for path in (source.file.path, *source.file.next_paths):
         with open_source(path, "") as stream:
             shard = Source(replace(source.file, path=path), source.text_key, stream=stream)
             for raw in _rows_of_file(shard):

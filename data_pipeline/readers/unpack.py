@@ -2,14 +2,8 @@
 
 An archive is read as the folder to which it unpacks: relative to the only folder at its top if
 there is one. Hidden files are left out. Of a .tar, `--format auto` and `ids` read the samples of a
-WebDataset (`tar.py`) instead if, of its first MAX_EXAMINED files,
-
-1. most samples have several members with the same extensions: 0.jpg, 0.txt, 1.jpg, 1.txt; or
-2. most samples have a member with a text (0.json, 1.json), and nothing shows that a folder was
-   packed: the archive has entries for folders, with most files in them; or names separate a split
-   from other files.
-
-`--format tar` always reads samples, the format of a file (`--format text`) always a folder.
+WebDataset (`tar.py`) instead if the names of its first MAX_EXAMINED files show that it is one
+(`holds_samples`; docs/how_to/read_archives.md has the rules).
 
 An archive is refused as a whole if it has a path outside of it, a link, an encrypted or nested
 member or a member that occurs twice, or if it expands implausibly: skipping a member would lose
@@ -72,7 +66,7 @@ class ArchiveError(ValueError):
 
 
 def holds_samples(file: InputFile, text_key: str, *, is_ids: bool) -> bool:
-    """Whether "auto" and "ids" read a .tar file as a WebDataset; see the module docstring."""
+    """Whether "auto" and "ids" read a .tar file as a WebDataset, not as a packed folder."""
     names, has_folders = _first_names(file)
     keyed = groupby(map(split_name, names), key=lambda pair: pair[0])
     samples = [frozenset(extension for _, extension in pairs) for _, pairs in keyed]

@@ -20,9 +20,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.interface import (
     UNKNOWN_BYTES,
+    Description,
     Tokenizer,
     checked_ids,
     lengths_of,
@@ -37,30 +37,21 @@ Lines = Literal["end", "both"]
 """`end`: a token ends each line (`<eos>`). `both`: it also begins each line (`<S>` of lm1b)."""
 
 
-class ByteDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class ByteDescription(Description):
     type: Literal["byte"] = "byte"
-    version: Literal[1] = 1
     vocab_size: Literal[257] = 257
     end_of_document: Literal[256] = 256
     opens_documents: bool = True
 
 
-class CharDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class CharDescription(Description):
     type: Literal["char"] = "char"
-    version: Literal[1] = 1
     symbols: list[str]
     opens_documents: bool = True
 
 
-class WordDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class WordDescription(Description):
     type: Literal["word"] = "word"
-    version: Literal[1] = 1
     symbols: list[str]
     lines: Lines = "end"
     opens_documents: bool = True

@@ -18,18 +18,14 @@ import numpy.typing as npt
 from pydantic import Field, Strict, TypeAdapter
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import parse_json, sha256_of
-from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
+from data_pipeline.tokenizers.interface import Description, Tokenizer, checked_ids, token_dtype
 
 _DECIMAL = "0123456789 "
 
 
-class IdDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class IdDescription(Description):
     type: Literal["ids"] = "ids"
-    version: Literal[1] = 1
     vocab_size: Annotated[int, Field(ge=2, le=2**32)]
     end_of_document: Annotated[int, Field(ge=0)]
     names: list[str]

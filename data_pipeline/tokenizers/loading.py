@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
-from data_pipeline.system.strict import StrictModel, first_problem
+from data_pipeline.system.strict import first_problem
 from data_pipeline.system.strict_json import parse_json
 from data_pipeline.tokenizers.byte_char_word import (
     ByteDescription,
@@ -22,14 +22,14 @@ from data_pipeline.tokenizers.byte_char_word import (
     WordTokenizer,
 )
 from data_pipeline.tokenizers.ids import IdTokenizer
-from data_pipeline.tokenizers.interface import Tokenizer
+from data_pipeline.tokenizers.interface import Description, Tokenizer
 
 OWN_NAME = "txl_tokenizer.json"
 """The file of this project where tokenizer.json is that of the `tokenizers` library."""
 
 
 def _own(
-    description: type[StrictModel],
+    description: type[Description],
     tokenizer: Callable[..., Tokenizer],
     arguments: tuple[str, ...],
     content: dict[str, Any],

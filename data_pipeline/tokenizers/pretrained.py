@@ -8,6 +8,7 @@ first, because the library would encode their names in a text as the special tok
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from typing import Any, Literal
@@ -18,7 +19,6 @@ import tokenizers
 from pydantic import Field
 
 from data_pipeline.errors import DataError
-from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
 from data_pipeline.tokenizers.encoders import (
@@ -27,7 +27,7 @@ from data_pipeline.tokenizers.encoders import (
     reason_without_gigatoken,
     require_gpt2_bpe,
 )
-from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
+from data_pipeline.tokenizers.interface import Description, Tokenizer, checked_ids, token_dtype
 
 HARD_STRINGS = (
     "don't I'LL we've it's they'd you're 'tis '' 's's",
@@ -47,11 +47,8 @@ END_OF_TEXT = "<|endoftext|>"
 """The name that other programs get for an end-of-document without one."""
 
 
-class PretrainedDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class PretrainedDescription(Description):
     type: Literal["bpe", "file"]
-    version: Literal[1] = 1
     end_of_document: int = Field(ge=0)
     vocab_size: int | None = Field(default=None, ge=1, exclude_if=lambda size: size is None)
     """Ids of the model, if it has more of them than the tokenizer has tokens."""
@@ -93,13 +90,17 @@ class PretrainedTokenizer(Tokenizer):
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
             self.slow_reason, self.cuts = str(reason), "never"
         self._unknown = _unknown_id(content["model"], tokens)
-        steps = decoder_steps(content)
-        self._bytes_of = (
-            None if steps is None else cache(partial(bytes_of_token, self._library, steps))
-        )
-        self.lossless = steps is not None and bytes_are_exact(content, steps)
+        self._steps = decoder_steps(content)
+        self.lossless = self._steps is not None and bytes_are_exact(content, self._steps)
         library = "tokenizers" if self.slow_reason else "gigatoken"
         self.encoder = f"{library} {version(library)}"
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[int, bool], bytes] | None:
+        """The bytes of an id, or of the first id of a text; None if they depend on other ids."""
+        if self._steps is None:
+            return None
+        return cache(partial(bytes_of_token, self._library, self._steps))
 
     @cached_property
     def _gigatoken(self) -> GigatokenEncoder | None:

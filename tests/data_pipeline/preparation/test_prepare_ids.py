@@ -10,7 +10,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.data_commands import excerpts
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, tokens_of
-from tests.data_pipeline.readers.id_inputs import END, VOCAB_SIZE, WRITERS
+from tests.data_pipeline.readers.reading import END, VOCAB_SIZE, WRITERS
 
 DOCUMENTS = [[1 + (7 * n + k) % (VOCAB_SIZE - 1) for k in range(1 + 5 * n)] for n in range(9)]
 SETTINGS = PrepareSettings(

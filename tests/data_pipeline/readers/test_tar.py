@@ -15,12 +15,13 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import Reject
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, texts_of
-from tests.data_pipeline.readers.id_inputs import RULES, npy
 from tests.data_pipeline.readers.reading import (
+    RULES,
     Document,
     Records,
     find,
     kinds_of,
+    npy,
     one_file,
     read,
     rejects,

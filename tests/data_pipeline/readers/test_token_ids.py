@@ -21,25 +21,23 @@ from data_pipeline.readers import IdRules, Reject, scan_ranges
 from data_pipeline.readers import ids as ids_module
 from data_pipeline.readers.ids import text_of_array, text_of_value, texts_of_chunks
 from data_pipeline.readers.source import BadRecordError
-from tests.data_pipeline.readers.id_inputs import (
+from tests.data_pipeline.readers.reading import (
     END,
     RULES,
     VOCAB_SIZE,
     WRITERS,
+    Document,
     Documents,
+    find,
     megatron_index,
     npy,
-    separated,
-    write_megatron,
-)
-from tests.data_pipeline.readers.reading import (
-    Document,
-    find,
     one_file,
     only_reject,
     read,
     rejects,
+    separated,
     texts,
+    write_megatron,
 )
 from tests.data_pipeline.readers.test_columns import parquet_of
 from tests.support.hostile_pickle import Hostile

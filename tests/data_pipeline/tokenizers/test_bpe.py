@@ -41,10 +41,6 @@ def test_vocabulary_and_end_of_document_are_as_asked_for() -> None:
     assert TOKENIZER.token_bytes()[499] == 0
     assert TOKENIZER.decode([499, *TOKENIZER.encode("a b"), 499]) == "a b"
     assert TOKENIZER.encode("x").dtype == "<u2"
-    with pytest.raises(UnicodeEncodeError, match="surrogates"):
-        TOKENIZER.encode("a\ud800b")
-    with pytest.raises(ValueError, match="500"):
-        TOKENIZER.decode([500])
 
 
 def test_training_again_gives_the_same_digest() -> None:

@@ -30,8 +30,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from data_pipeline.errors import counted
-from data_pipeline.system.progress import clock
+from data_pipeline.errors import clock, counted
 from txl_dist.runtime.process import STEP_SPANS, Activity, Span
 
 log = logging.getLogger(__name__)

@@ -54,7 +54,6 @@ class Documents:
 
     @classmethod
     def joined(cls, names: Sequence[str], parts: Sequence["Documents"]) -> "Documents":
-        """All documents of the parts, which have the same files."""
         columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         has_keys = any(part.keys for part in parts)
         keys = (part.keys or itertools.repeat("", len(part)) for part in parts if has_keys)
@@ -168,9 +167,11 @@ class Documents:
             with open_descriptor(path) as descriptor:
                 yield descriptor
         except (ValueError, OSError) as error:
-            reason = "the file is damaged"
-            if isinstance(error, OSError):
-                reason = error.strerror or type(error).__name__
+            reason = (
+                "the file is damaged"
+                if isinstance(error, ValueError)
+                else error.strerror or type(error).__name__
+            )
             raise UnfinishedError(
                 f"{path} cannot be read again: {reason}. Finished work is kept. Repair the disk "
                 "or network, then run the same command to continue."

@@ -149,8 +149,8 @@ def require_usable_input(
         (staging / REJECTS_NAME).replace(out / REJECTS_NAME)
         fsync_directory(out)
     shown = "".join(f"\n  {reject}" for reject in first[:MAX_SHOWN_REJECTS])
-    more = max(0, count - MAX_SHOWN_REJECTS)
-    shown += f"\n  and {more:,} more" if more else ""
+    if count > MAX_SHOWN_REJECTS:
+        shown += f"\n  and {count - MAX_SHOWN_REJECTS:,} more"
     raise DataError(
         f"{problem}; no dataset was written.{shown}\nAll are listed in {out / REJECTS_NAME}. "
         f"Repair them and run this again, or accept the loss with {rate}."
@@ -186,10 +186,9 @@ def load_finished(staging: Path, name: str, key: str) -> dict[str, Any] | None:
             path = staging / file.path
             if path.stat().st_size != file.size or sha256_file(path) != file.sha256:
                 return None
-        result: dict[str, Any] = record["result"]
+        return dict(record["result"])
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: run the unit again
         return None
-    return result
 
 
 def record_finished(

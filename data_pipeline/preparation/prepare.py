@@ -179,9 +179,11 @@ def _write_dataset(
         settings=settings,
         input=index.summary(),
     )
-    encoder = tokenizer.encoder
     if tokenizer.slow_reason:
-        note(f"encoding with {encoder}, which is slower than gigatoken: {tokenizer.slow_reason}")
+        note(
+            f"encoding with {tokenizer.encoder}, which is slower than gigatoken: "
+            f"{tokenizer.slow_reason}"
+        )
     splits = _write_shards(index.documents, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
     names = manifest.file_names()
@@ -189,7 +191,7 @@ def _write_dataset(
         names.append(REJECTS_NAME)
     else:  # an earlier, failed run may have left its list
         (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
-    tools = {"encoder": encoder} if encoder else None
+    tools = {"encoder": tokenizer.encoder} if tokenizer.encoder else None
     write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(tools=tools))
     runner.staged.publish(names)
     return manifest
@@ -270,9 +272,8 @@ def _summarize_input(
         scans[number] = result
         done_bytes += units[number].size
         progress("reading", done_bytes, total_bytes)
-    in_order = (scans[number] for number in range(len(units)))
     with Path(os.devnull).open("wb") as nowhere:
-        index = InputIndex(files, units, in_order, nowhere)
+        index = InputIndex(files, units, (scans[n] for n in range(len(units))), nowhere)
     if settings.dedup == "exact":
         first_of_each_text(index)
     return index.summary()
@@ -285,7 +286,6 @@ def _scan_alone(unit: ScanUnit) -> ScanResult:
 
 
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
-    """`PrepareReport.read_as` as text."""
     formats = (
         f"{kind}: {', '.join(f'{count:,} {printable(suffix)}' for suffix, count in counts.items())}"
         for kind, counts in read_as.items()

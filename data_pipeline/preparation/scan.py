@@ -97,8 +97,13 @@ class ScanResult:
     def to_bytes(self) -> bytes:
         rejects = [astuple(reject) for reject in self.rejects]
         texts = np.frombuffer(json.dumps([rejects, self.keys]).encode(), dtype=np.uint8)
-        records = self.records.view(np.uint8)
-        return save({"records": records, "range_lines": self.range_lines, "texts": texts})
+        return save(
+            {
+                "records": self.records.view(np.uint8),
+                "range_lines": self.range_lines,
+                "texts": texts,
+            }
+        )
 
     @classmethod
     def load(cls, path: Path) -> "ScanResult":
@@ -152,10 +157,16 @@ def scan(unit: ScanUnit, texts: BinaryIO) -> ScanResult:
                 rows += _ROW.pack(number, REJECT, 0, 0, 0, b"")
             else:
                 kind = DOCUMENT if record.size else EMPTY
-                place = record.offset, record.line, record.size
-                rows += _ROW.pack(number, kind, *place, record.sha256)
+                rows += _ROW.pack(
+                    number, kind, record.offset, record.line, record.size, record.sha256
+                )
             if len(rejects) > MAX_REJECTS:
-                raise _too_many_rejects(file, rejects)
+                last = "".join(f"\n  {reject}" for reject in rejects[-MAX_SHOWN_REJECTS:])
+                raise DataError(
+                    f"{printable(file.name)}: more than {MAX_REJECTS:,} records cannot be used; "
+                    f"the file is probably not {file.kind}.{last}\nNo dataset was written. Set its "
+                    "format with --format, or remove the file from the input."
+                )
         # `source.lines` is 0 after a read error. The line numbers of the next range must still
         # differ from those of this range, because document ids are made of them.
         range_lines.append(source.lines or last_line)
@@ -167,19 +178,8 @@ def scan(unit: ScanUnit, texts: BinaryIO) -> ScanResult:
     )
 
 
-def _too_many_rejects(file: InputFile, rejects: list[Reject]) -> DataError:
-    last = "".join(f"\n  {reject}" for reject in rejects[-MAX_SHOWN_REJECTS:])
-    return DataError(
-        f"{printable(file.name)}: more than {MAX_REJECTS:,} records cannot be used; the file is "
-        f"probably not {file.kind}.{last}\nNo dataset was written. Set its format with --format, "
-        "or remove the file from the input."
-    )
-
-
 class InputIndex:
     """The documents with text, numbered in input order, and counts of everything else."""
-
-    documents: Documents
 
     def __init__(
         self,

@@ -48,8 +48,6 @@ Unit = Literal["bytes", "characters", "ids"]
 
 @dataclass(frozen=True, slots=True)
 class ShardAssignment:
-    """Assigns the documents of `index` to shards."""
-
     index: InputIndex
     settings: PrepareSettings
     staging: Path
@@ -148,9 +146,9 @@ class ShardAssignment:
         settings, documents = self.settings, self.index.documents
         self._require_one_document()
         name = settings.recipe or "the corpus"
-        unit: Unit = "bytes"
-        if settings.format == "ids" or settings.tokenizer == "char":
-            unit = "ids" if settings.format == "ids" else "characters"
+        unit: Unit = "characters" if settings.tokenizer == "char" else "bytes"
+        if settings.format == "ids":
+            unit = "ids"
         text = documents.mapped_text(self.staging)
         length = sum(map(len, _starts(text, unit))) if unit != "bytes" else len(text)
         try:
@@ -319,8 +317,8 @@ def _bounds(length: int, fractions: dict[str, float]) -> dict[str, tuple[int, in
     if not all(sizes):
         raise ValueError(f"{length} tokens are too few for these splits")
     starts = [length - sum(sizes[number:]) for number in range(len(sizes))]
-    bounds = zip([TRAIN, *names], [0, *starts], [*starts, length], strict=True)
-    return {name: (start, stop) for name, start, stop in bounds}
+    bounds = itertools.pairwise([0, *starts, length])
+    return dict(zip([TRAIN, *names], bounds, strict=True))
 
 
 def _place_of(text: np.ndarray, number: int, unit: Unit) -> int:

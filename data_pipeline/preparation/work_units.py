@@ -8,8 +8,10 @@ Any worker can execute it, in any order, more than once, and in a later run: the
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -76,8 +78,6 @@ Unit = ScanUnit | BatchUnit
 
 
 class Outcome(NamedTuple):
-    """The result of a unit."""
-
     result: dict[str, Any]
     size: int
     """Bytes of the unit."""
@@ -85,8 +85,8 @@ class Outcome(NamedTuple):
     """Whether an earlier run had finished the unit."""
 
 
+# The result of a unit and its files, which are then in the staging directory.
 _Executed = tuple[dict[str, Any], list[FinishedFile]]
-"""The result of a unit and its files, which are then in the staging directory."""
 
 
 def run_unit(staging: Path, fingerprint: str, unit: Unit) -> Outcome:
@@ -122,16 +122,14 @@ def run_unit(staging: Path, fingerprint: str, unit: Unit) -> Outcome:
 
 def _require_shared_staging(staging: Path, fingerprint: str) -> None:
     path = staging / RECORDS / FINGERPRINT
-    try:
-        is_same = path.read_text("utf-8") == fingerprint
-    except OSError:
-        is_same = False
-    if not is_same:
-        raise DataError(
-            f"a worker on {os.uname().nodename} does not see {path} as the main process does. On a "
-            "cluster --out and the input must be on a path that all machines share; or run on this "
-            "machine alone, with --on processes."
-        )
+    with suppress(OSError):
+        if path.read_text("utf-8") == fingerprint:
+            return
+    raise DataError(
+        f"a worker on {os.uname().nodename} does not see {path} as the main process does. On a "
+        "cluster --out and the input must be on a path that all machines share; or run on this "
+        "machine alone, with --on processes."
+    )
 
 
 def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
@@ -148,14 +146,11 @@ def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
 
 def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     settings, documents = PrepareSettings.model_validate_json(unit.context), unit.documents
-
-    def parts() -> Iterator[str]:
-        for number in range(len(documents)):
-            text = documents.read_text(number, staging)
-            yield from text_parts(text, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
-
+    texts = (documents.read_text(number, staging) for number in range(len(documents)))
+    cut = partial(text_parts, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
+    counts = count_symbols(settings, chain.from_iterable(map(cut, texts)))
     path = scratch / f"{unit.name}s"
-    write_synced(path, canonical_json(count_symbols(settings, parts())).encode())
+    write_synced(path, canonical_json(counts).encode())
     file = _move_to_staging(path, staging)
     return {"counts": file.path}, [file]
 

@@ -10,22 +10,17 @@ There is one module per format, listed in `formats.py`. To add one: docs/how_to/
 from data_pipeline.readers.find import InputFiles, find_files
 from data_pipeline.readers.formats import (
     FORMATS,
-    Format,
-    Kind,
     format_names,
     read_records,
     scan_ranges,
 )
-from data_pipeline.readers.records import IdRules, Record, Reject
-from data_pipeline.readers.source import InputFile, Source
+from data_pipeline.readers.source import IdRules, InputFile, Record, Reject, Source
 
 __all__ = [
     "FORMATS",
-    "Format",
     "IdRules",
     "InputFile",
     "InputFiles",
-    "Kind",
     "Record",
     "Reject",
     "Source",

@@ -141,7 +141,6 @@ def list_local(root: Path, address: str, out: Path) -> tuple[list[InputFile], bo
 
 
 def local_file(root: Path, name: str) -> InputFile:
-    """The file `name` below the folder `root`."""
     path = os.path.join(root, name) if str(root) != "." else name  # noqa: PTH118 - 20 times faster
     try:
         size, mark = os.stat(path).st_size, mark_of(path)  # noqa: PTH116
@@ -165,10 +164,9 @@ def walk(folder: Path, out: Path) -> list[str]:
             folders.clear()
             continue
         visited.add(real_path)
-        folders[:] = (name for name in folders if not name.startswith("."))
+        folders[:] = (name for name in folders if name[0] != ".")
         below = os.path.relpath(root, folder) + "/"
-        visible = (name for name in files if not name.startswith("."))
-        names += (f"{below}{name}".removeprefix("./") for name in visible)
+        names += (f"{below}{name}".removeprefix("./") for name in files if name[0] != ".")
     return sorted(names, key=os.fsencode)
 
 
@@ -206,5 +204,4 @@ def _list_url(url: str) -> tuple[list[InputFile], bool]:
 def _remote_file(url: str, name: str, info: Mapping[str, Any]) -> InputFile:
     known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
     mark = " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
-    size = int(info.get("size") or 0)
-    return InputFile(url, name_in_utf8(name), size, mark)
+    return InputFile(url, name_in_utf8(name), int(info.get("size") or 0), mark)

@@ -23,26 +23,25 @@ from typing import Any, BinaryIO, TextIO
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.ids import text_of_array
-from data_pipeline.readers.records import (
+from data_pipeline.readers.source import (
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
+    Source,
+    read_exactly,
     too_long,
 )
-from data_pipeline.readers.source import Source, read_exactly
 from data_pipeline.system.sources import SourceError
 
 _BATCH_BYTES = 8 * 2**20
 _MAX_BATCH_ROWS = 4096
 _MAGIC = b"ARROW1"
 _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
-_TABS = (".tsv", ".tab")
 
 
 def read_table(source: Source) -> Iterator[Record | Reject]:
-    """The rows of a Parquet or Arrow file."""
     for value in values_of(source):
         yield source.record(partial(text_of_scalar, source), value, line=source.lines)
 
@@ -113,7 +112,6 @@ def _parquet_values(source: Source) -> Iterator[Any]:
 
 
 def _arrow_values(source: Source) -> Iterator[Any]:
-    """The values, safe to read."""
     import pyarrow
 
     is_file = source.stream.peek(len(_MAGIC))[: len(_MAGIC)] == _MAGIC  # type: ignore[attr-defined]
@@ -122,8 +120,16 @@ def _arrow_values(source: Source) -> Iterator[Any]:
     tail = _Tail(source.stream)
     reader = pyarrow.ipc.open_stream(pyarrow.PythonFile(tail, mode="r"))
     _require_column(reader.schema, source)
+    as_bytes = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }
     for batch in reader:
-        column = _checked(batch.column(reader.schema.names.index(source.text_key)))
+        column = batch.column(reader.schema.names.index(source.text_key))
+        if column.type in as_bytes:  # invalid UTF-8 in bytes rejects one row, not the batch
+            column = column.view(as_bytes[column.type])
+        column.validate(full=True)  # all offsets, which pyarrow otherwise trusts
         if len(column) != batch.num_rows:
             raise ValueError(f"a batch of {batch.num_rows} rows has {len(column)} texts")
         yield from column
@@ -148,23 +154,6 @@ class _Tail:
         raw = read_exactly(self._stream, size)
         self.last = (self.last + raw)[-len(_END_MARK) :] if raw else b""
         return raw
-
-
-def _checked(column: Any) -> Any:
-    """The column after a check of all offsets, which pyarrow otherwise trusts.
-
-    Strings become bytes first, so that invalid UTF-8 rejects one row, not the batch.
-    """
-    import pyarrow
-
-    as_bytes = {
-        pyarrow.string(): pyarrow.binary(),
-        pyarrow.large_string(): pyarrow.large_binary(),
-        pyarrow.string_view(): pyarrow.binary_view(),
-    }.get(column.type)
-    column = column.view(as_bytes) if as_bytes else column
-    column.validate(full=True)
-    return column
 
 
 def _require_column(schema: Any, source: Source) -> None:
@@ -201,11 +190,13 @@ def _holds_text(kind: Any) -> bool:
     from pyarrow import types
 
     plain = kind.value_type if types.is_dictionary(kind) else kind
-    tests = (
-        *(types.is_string, types.is_large_string, types.is_string_view),
-        *(types.is_binary, types.is_large_binary, types.is_binary_view),
+    return any(
+        test(plain)
+        for test in (
+            *(types.is_string, types.is_large_string, types.is_string_view),
+            *(types.is_binary, types.is_large_binary, types.is_binary_view),
+        )
     )
-    return any(test(plain) for test in tests)
 
 
 # --- csv ------------------------------------------------------------------------------------------
@@ -213,7 +204,7 @@ def _holds_text(kind: Any) -> bool:
 
 def read_csv(source: Source) -> Iterator[Record | Reject]:
     csv.field_size_limit(sys.maxsize)  # for the whole process; `_bounded_lines` has a limit
-    delimiter = "\t" if source.file.suffix.name in _TABS else ","
+    delimiter = "\t" if source.file.suffix.name in (".tsv", ".tab") else ","
     # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
     stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")
     try:

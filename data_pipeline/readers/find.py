@@ -35,15 +35,12 @@ from data_pipeline.readers.addresses import (
 )
 from data_pipeline.readers.formats import (
     FORMATS,
-    Format,
-    Kind,
     KindRules,
     holds_json_lines,
     suffixes_of,
     with_kind,
 )
-from data_pipeline.readers.records import IdRules
-from data_pipeline.readers.source import ANY_ARCHIVE, ARCHIVES, InputFile
+from data_pipeline.readers.source import ANY_ARCHIVE, ARCHIVES, IdRules, InputFile
 from data_pipeline.readers.split_names import with_splits_of_names
 from data_pipeline.readers.text import HEAD_BYTES, name_of_shards, next_shard
 from data_pipeline.readers.unpack import UNPACKED, holds_samples, unpack
@@ -78,19 +75,19 @@ class InputFiles:
     """Whether the inputs were given as NAME=ADDRESS, which decides the split of every file."""
 
     @property
-    def read_as(self) -> dict[Kind, dict[str, int]]:
+    def read_as(self) -> dict[str, dict[str, int]]:
         """Number of files by kind and suffix."""
-        counts: dict[Kind, Counter[str]] = {}
+        counts: dict[str, dict[str, int]] = {}
         for file in sorted(self.files, key=lambda file: (file.kind, str(file.suffix))):
-            suffixes = counts.setdefault(file.kind, Counter())
-            suffixes[str(file.suffix)] += 1 + len(file.next_paths)
-        return {kind: dict(suffixes) for kind, suffixes in counts.items()}
+            suffixes, suffix = counts.setdefault(file.kind, {}), str(file.suffix)
+            suffixes[suffix] = suffixes.get(suffix, 0) + 1 + len(file.next_paths)
+        return counts
 
 
 def find_files(
     inputs: list[str],
     *,
-    format: Format,
+    format: str,
     out: Path,
     ids: IdRules | None = None,
     text_key: str = "text",
@@ -98,14 +95,14 @@ def find_files(
 ) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
-    An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
+    `format` is that of `KindRules`, and `ids` is given if and only if it is "ids". An input is an
+    address, or NAME=ADDRESS with the split of its files. Otherwise the files have
     the splits that their names give (`split_names.py`). An archive that is given by name or pattern
     is unpacked in `out` / UNPACKED, where the files must stay until they are read, and
     ARCHIVE/ADDRESS selects files in it.
 
     The name of a file is relative to its input. If files of several inputs then have the same name,
-    all names are relative to the deepest folder that contains all files. `ids` is given if and only
-    if the format is "ids".
+    all names are relative to the deepest folder that contains all files.
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
     `out`, the directory of the dataset.
@@ -122,9 +119,10 @@ def find_files(
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
     if are_named:
-        splits = (split for split, _ in pairs)
         files = [
-            replace(f, split=s) for s, each in zip(splits, by_input, strict=True) for f in each
+            replace(file, split=split)
+            for (split, _), of_input in zip(pairs, by_input, strict=True)
+            for file in of_input
         ]
     else:
         files = with_splits_of_names(by_input)
@@ -190,11 +188,10 @@ class _Search:
         if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
             return False
         wanted = () if format == "auto" else suffixes_of(format)
-        binary = _NOT_TEXT
-        if format not in ("auto", "parquet"):
-            binary = binary | set(FORMATS["parquet"].suffixes)
-        skip = suffix.name not in wanted if wanted else suffix.name in binary
-        if skip and format == "jsonl" and suffix.name not in binary:
+        parquet = () if format in ("auto", "parquet") else FORMATS["parquet"].suffixes
+        is_binary = suffix.name in _NOT_TEXT or suffix.name in parquet
+        skip = suffix.name not in wanted if wanted else is_binary
+        if skip and format == "jsonl" and not is_binary:
             head = file.first_bytes(HEAD_BYTES)
             skip = not holds_json_lines(file, self.rules.text_key, head=head)
         self.ignored[str(suffix)] += skip

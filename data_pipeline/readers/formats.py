@@ -19,7 +19,7 @@ The kinds `lines` and `blank_lines` are never chosen automatically. In a folder 
 `--format jsonl` reads the files that auto would read as jsonl.
 
 `--format ids` decides by the `suffixes` of `ID_FORMATS`, for .bin files by an index of Megatron-LM
-beside the file (`megatron.py`), and for .json files by the first bytes.
+beside the file (`ids.py`), and for .json files by the first bytes.
 """
 
 import contextlib
@@ -33,10 +33,16 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 from data_pipeline.readers.columns import read_csv, read_table
-from data_pipeline.readers.ids import read_bin, read_npy
-from data_pipeline.readers.megatron import MAGIC, index_path, read_pair
-from data_pipeline.readers.records import BrokenStreamError, IdRules, Record, Reject
-from data_pipeline.readers.source import InputFile, Source, mark_of
+from data_pipeline.readers.ids import MAGIC, index_path, read_bin, read_npy, read_pair
+from data_pipeline.readers.source import (
+    BrokenStreamError,
+    IdRules,
+    InputFile,
+    Record,
+    Reject,
+    Source,
+    mark_of,
+)
 from data_pipeline.readers.tar import read_tar
 from data_pipeline.readers.text import (
     HEAD_BYTES,
@@ -54,12 +60,6 @@ from data_pipeline.readers.text import (
 )
 from data_pipeline.system.sources import is_transient, reject_reason, scheme_of, shown
 
-Kind = str
-"""A key of FORMATS, or of ID_FORMATS for files of token ids."""
-Format = str
-"""A key of FORMATS; "auto": decided for every file; or "ids": token ids, the kind decided by the
-name."""
-Records = Iterator[Record | Reject]
 _MAX_OBJECT_BYTES = 16 * 2**20
 """Bytes of a line that is examined to decide whether a file is JSON lines."""
 _UNTYPED = ("", ".jl", ".wet", ".warc", ".wat")
@@ -72,7 +72,7 @@ _LLMC_NUMBERS = (20240520, 20240522, 20240801)
 class FileFormat:
     """How files of one kind are read."""
 
-    read: Callable[[Source], Records]
+    read: Callable[[Source], Iterator[Record | Reject]]
     suffixes: tuple[str, ...] = ()
     """Suffixes that "auto" reads as this kind. In a folder, an explicit --format reads only these;
     () means all files that are not known to be binary."""
@@ -84,7 +84,7 @@ class FileFormat:
 
 
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".ldjson")
-FORMATS: dict[Kind, FileFormat] = {
+FORMATS: dict[str, FileFormat] = {
     "text": FileFormat(read=read_text),
     "lines": FileFormat(read=read_lines, by_range=True),
     "blank_lines": FileFormat(read=read_blank_lines),
@@ -97,7 +97,7 @@ FORMATS: dict[Kind, FileFormat] = {
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
     "binary": FileFormat(read=read_binary),
 }
-ID_FORMATS: dict[Kind, FileFormat] = {
+ID_FORMATS: dict[str, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=_JSON_LINES),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
     "npy": FileFormat(read=read_npy, suffixes=(".npy",), by_range=True),
@@ -115,7 +115,7 @@ def format_names() -> tuple[str, ...]:
     return (*(kind for kind in FORMATS if kind not in ("binary", "wikitext_rows")), "ids")
 
 
-def suffixes_of(format: Format) -> tuple[str, ...]:
+def suffixes_of(format: str) -> tuple[str, ...]:
     """The suffixes of the files that an explicit format reads; () for all."""
     if format == "ids":
         return tuple(suffix for each in ID_FORMATS.values() for suffix in each.suffixes)
@@ -123,7 +123,6 @@ def suffixes_of(format: Format) -> tuple[str, ...]:
 
 
 def format_of(file: InputFile) -> FileFormat:
-    """The format of a file whose kind is decided."""
     return (ID_FORMATS if file.ids else FORMATS)[file.kind]
 
 
@@ -133,7 +132,8 @@ def format_of(file: InputFile) -> FileFormat:
 class KindRules(NamedTuple):
     """The options that decide the kinds of files."""
 
-    format: Format
+    format: str
+    """A key of FORMATS; "auto": decided for every file; or "ids": a key of ID_FORMATS is."""
     ids: IdRules | None
     """Given if and only if the format is "ids"."""
     text_key: str
@@ -158,16 +158,17 @@ def with_kind(file: InputFile, rules: KindRules, *, in_folder: bool) -> InputFil
     return replace(file, kind=kind, ids=rules.ids, keeps_nul=rules.format == "text")
 
 
-def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> Kind:
+def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> str:
     """The kind of a file for "auto"; see the module docstring."""
     suffix = file.suffix
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.packed
             may_be_wikitext = rules.is_wikitext or "wiki" in file.place.lower()
-            if may_have_lines and may_be_wikitext and has_wikitext_rows(file, rules.text_key):
-                return "wikitext_rows"
-            return kind
+            has_lines = (
+                may_have_lines and may_be_wikitext and has_wikitext_rows(file, rules.text_key)
+            )
+            return "wikitext_rows" if has_lines else kind
     name = posixpath.basename(file.name).lower()
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in name
     if scheme_of(file.path) and not may_be_wikitext and suffix.name not in _UNTYPED:
@@ -219,7 +220,7 @@ def _require_json_lines(file: InputFile) -> None:
     )
 
 
-def _kind_of_ids(file: InputFile, rules: IdRules) -> Kind:
+def _kind_of_ids(file: InputFile, rules: IdRules) -> str:
     """The kind of a file of token ids. Raises ConfigError for a raw file without --dtype."""
     suffix = file.suffix.name
     kind = next((kind for kind, each in ID_FORMATS.items() if suffix in each.suffixes), None)
@@ -268,7 +269,7 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + unit_bytes, file.size)) for start in starts]
 
 
-def read_records(source: Source) -> Records:
+def read_records(source: Source) -> Iterator[Record | Reject]:
     """The records whose first byte is in the range of `source`, one of `scan_ranges`, in order.
 
     A bad record is a Reject. Raises UnfinishedError if a disk or server fails temporarily, and
@@ -281,10 +282,7 @@ def read_records(source: Source) -> Records:
         with file.open() as source.stream:
             yield from format_of(file).read(source)
     except (BrokenStreamError, OSError) as error:
-        if isinstance(error, BrokenStreamError):
-            broken = error
-        else:
-            broken = BrokenStreamError(reject_reason(error))
+        broken = BrokenStreamError(reject_reason(error)) if isinstance(error, OSError) else error
         if is_transient(error):
             raise UnfinishedError(
                 f"{shown(file.place)}: {broken.reason}. Finished work is kept; run the same "
@@ -292,18 +290,11 @@ def read_records(source: Source) -> Records:
             ) from error
         line, source.lines = broken.line or source.lines, 0
         yield Reject(file.name, line, broken.byte, broken.reason, loses_rest=True)
-    _require_unchanged(file)
-
-
-def _require_unchanged(file: InputFile) -> None:
-    """Raise DataError if a local file was changed: its records may be of both versions.
-
-    A file that is missing has been rejected. A file without a mark could not be examined.
-    """
-    if not file.mark or file.archive or scheme_of(file.path):
-        return
+    # The records of a file that changed may be of both versions. One without a mark could not be
+    # examined, and one that is missing has been rejected.
+    is_marked = file.mark and not (file.archive or scheme_of(file.path))
     with contextlib.suppress(FileNotFoundError):
-        if mark_of(*file.paths) != file.mark:
+        if is_marked and mark_of(file.path, *file.next_paths) != file.mark:
             raise DataError(
                 f"{shown(file.path)} changed while it was being read. Nothing was written. Run "
                 "the command again when no other process writes to the input."

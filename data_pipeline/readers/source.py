@@ -1,4 +1,5 @@
-"""A file of the input, and what a reader of it gets (`Source`) to read lines and long documents.
+"""The files of the input, what a reader of one gets (`Source`), and what it yields for documents:
+a `Record` for a good and a `Reject` for a bad one.
 
 Readers write the text of each document to `Source.texts`, one after another, so that it is read
 from the input once. RAM is bounded: a line longer than MAX_RECORD_BYTES is cut, and a
@@ -8,29 +9,26 @@ from the input once. RAM is bounded: a line longer than MAX_RECORD_BYTES is cut,
 import codecs
 import hashlib
 import io
+import json
 import math
 import os
 import posixpath
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
-from data_pipeline.readers.records import (
-    MAX_RECORD_BYTES,
-    BadRecordError,
-    BrokenStreamError,
-    IdRules,
-    Record,
-    Reject,
-    decode,
-    not_utf8,
-    too_long,
-)
+from data_pipeline.errors import printable
 from data_pipeline.system.sources import Compression, open_source, reject_reason
 
+MAX_RECORD_BYTES = 256 * 2**20
+"""Size limit of a document that must be held in RAM; a longer one is a Reject.
+
+A decoded str takes up to 4 bytes per character, so a reader needs at most about 1 GiB.
+"""
 CHUNK_BYTES = 2**20
 NUL_REASON = (
     "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
@@ -44,7 +42,123 @@ _COMPRESSIONS: dict[str, Compression] = {
     **{".bz2": "bz2", ".bz": "bz2", ".xz": "xz"},
 }
 _PACKED_TARS = {".tgz": ".gz", ".tzst": ".zst", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz"}
-_T = TypeVar("_T")
+
+
+# --- records and rejects --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)  # frozen would take four times the time, for every document
+class Record:
+    """A document whose text was written to `Source.texts`: `size` bytes of UTF-8 at `offset`.
+
+    `line` is counted from 1 within the range; 0 means that the document is the whole file.
+    """
+
+    offset: int
+    size: int
+    line: int
+    sha256: bytes = field(repr=False)
+    """Of the UTF-8 bytes of the text."""
+    key: str = ""
+    """The name of the document in its file, for the id FILE:key; "" for the id FILE:line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A record that cannot be used. `byte` is the offset of the problem in the file."""
+
+    file: str
+    line: int
+    byte: int
+    reason: str
+    loses_rest: bool = False
+    """The rest of the file could not be read either; the number of lost records is unknown."""
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "file": self.file,
+                "line": self.line or None,
+                "byte": self.byte,
+                "reason": self.reason,
+            }
+        )
+
+    def __str__(self) -> str:
+        place = f"{self.line}:byte {self.byte}" if self.line else f"byte {self.byte}"
+        return f"{printable(self.file)}:{place}: {self.reason}"
+
+
+class BadRecordError(ValueError):
+    """One record cannot be used. `byte` is counted from the first byte of the record."""
+
+    def __init__(self, reason: str, *, byte: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.byte = reason, byte
+
+
+class BrokenStreamError(ValueError):
+    """The file cannot be read from `byte` on. Earlier records remain valid.
+
+    `line` is 0 for the last one that the reader counted in `Source.lines`.
+    """
+
+    def __init__(self, reason: str, *, line: int = 0, byte: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.line, self.byte = reason, line, byte
+
+
+@dataclass(frozen=True, slots=True)
+class IdRules:
+    """The ids that an input of token ids may contain, and how raw arrays store them."""
+
+    vocab_size: int
+    end_of_document: int
+    dtype: str = ""
+    """NumPy name of the integers of a raw file, such as "<u2"; "" if it is not given."""
+    padding: int | None = None
+    """The id that fills up documents; None if it is not known whether there is one."""
+
+    def unknown(self, id_: object, position: int) -> BadRecordError:
+        return BadRecordError(
+            f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
+            f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}"
+        )
+
+
+def decode(raw: bytes) -> str:
+    """Decode the UTF-8 of a record. Raises BadRecordError with the offset of the first bad byte."""
+    if len(raw) > MAX_RECORD_BYTES:
+        raise too_long()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error, error.start) from None
+
+
+def not_utf8(error: UnicodeDecodeError, byte: int) -> BadRecordError:
+    hint = ""
+    if not byte and error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        hint = "; it looks like UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    value = error.object[error.start]
+    return BadRecordError(f"invalid UTF-8: byte 0x{value:02x}, {error.reason}{hint}", byte=byte)
+
+
+def too_long() -> BadRecordError:
+    return BadRecordError(
+        f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
+        "text files and arrays of ids may be of any size"
+    )
+
+
+def value_at(key: str, content: object) -> Any:
+    """The value at a key of parsed JSON. Raises BadRecordError, which names the keys seen."""
+    if not isinstance(content, dict):
+        raise BadRecordError(f"not a JSON object but a {type(content).__name__}")
+    if key not in content:
+        seen = ", ".join(printable(each)[:40] for each in list(content)[:10]) or "none"
+        raise BadRecordError(f'no key "{key}"; keys seen: {seen} (see --text-key)')
+    return content[key]
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -114,11 +228,6 @@ class InputFile:
         return _COMPRESSIONS.get(self.suffix.packed, "")
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """All files that are read for this one; `mark` is of all."""
-        return (self.path, *self.next_paths)
-
-    @property
     def place(self) -> str:
         """The address for the user: `path`, or that of the member of an archive."""
         return f"{self.archive}/{self.member}" if self.archive else self.path
@@ -129,21 +238,17 @@ class InputFile:
 
     def first_bytes(self, size: int) -> bytes:
         """The first `size` decompressed bytes; fewer if there are fewer or reading fails."""
-        try:
-            with self.open() as stream:
-                return stream.read(size)
-        except OSError:  # the reader reports it
-            return b""
+        with suppress(OSError), self.open() as stream:  # the reader reports the error
+            return stream.read(size)
+        return b""
 
     def first_lines(self, size: int) -> list[bytes]:
         """The first two lines that are not blank, cut to `size` bytes; none if reading fails."""
-        try:
-            with self.open() as stream:
-                lines: Iterator[bytes] = iter(lambda: stream.readline(size), b"")
-                unmarked = (line.removeprefix(BOM_UTF8) for line in lines)
-                return list(islice((line for line in unmarked if line.strip()), 2))
-        except OSError:  # the reader reports the error
-            return []
+        with suppress(OSError), self.open() as stream:  # the reader reports the error
+            lines: Iterator[bytes] = iter(partial(stream.readline, size), b"")
+            unmarked = (line.removeprefix(BOM_UTF8) for line in lines)
+            return list(islice(filter(bytes.strip, unmarked), 2))
+        return []
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -168,7 +273,6 @@ class Source:
 
     @property
     def id_rules(self) -> IdRules:
-        """The rules of a file that holds token ids."""
         assert self.file.ids
         return self.file.ids
 
@@ -186,7 +290,13 @@ class Source:
             raise BadRecordError(NUL_REASON, byte=byte + raw.index(0))
 
     def record(
-        self, text_of: Callable[[_T], str], content: _T, *, line: int, byte: int = 0, key: str = ""
+        self,
+        text_of: Callable[[Any], str],
+        content: Any,
+        *,
+        line: int,
+        byte: int = 0,
+        key: str = "",
     ) -> Record | Reject:
         """The document with the text of `content`, which begins at `byte`, or why there is none.
 
@@ -216,8 +326,6 @@ def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 class Line(NamedTuple):
-    """A line of a file."""
-
     offset: int
     number: int
     """Counted from 1 within the range."""
@@ -260,8 +368,7 @@ class DocumentBuilder:
 
     def __init__(self, source: Source, byte: int, line: int) -> None:
         self._source, self._byte, self._line = source, byte, line
-        self._offset = source.texts.tell()
-        self._size = 0
+        self._offset, self._size = source.texts.tell(), 0
         self._pending = bytearray()
         self._sha256 = hashlib.sha256()
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -278,7 +385,6 @@ class DocumentBuilder:
             self._write()
 
     def _write(self, *, final: bool = False) -> None:
-        """Check, hash and write the pending bytes."""
         raw, cut = bytes(self._pending), len(self._decoder.getstate()[0])
         self._pending.clear()
         try:
@@ -292,10 +398,8 @@ class DocumentBuilder:
         self._size += self._source.texts.write(raw)
 
     def build(self) -> Record | Reject:
-        """The document of all chunks that were added."""
         if not self._error:
             self._write(final=True)
-        if self._error:
-            byte = self._byte + self._error.byte
-            return self._source.reject(self._line, byte, self._error.reason)
+        if error := self._error:
+            return self._source.reject(self._line, self._byte + error.byte, error.reason)
         return Record(self._offset, self._size, self._line, self._sha256.digest())

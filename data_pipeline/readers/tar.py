@@ -33,21 +33,22 @@ from typing import BinaryIO, NamedTuple
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.ids import text_of_npy
-from data_pipeline.readers.records import (
+from data_pipeline.readers.source import (
+    CHUNK_BYTES,
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
+    Source,
     decode,
+    read_exactly,
     too_long,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly
 from data_pipeline.readers.text import text_of_line
 from data_pipeline.system.sources import SourceError, require_plausible_ratio
 
-_METADATA = re.compile(r"__[^/]*__(/|\Z)")
-"""Members that webdataset skips too."""
+_METADATA = re.compile(r"__[^/]*__(/|\Z)")  # webdataset skips these members, too
 _FILES = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
 _LINKS_AND_DEVICES = {
     *(tarfile.SYMTYPE, tarfile.LNKTYPE),
@@ -141,7 +142,6 @@ class _Blocks:
                 pass
 
     def chunks(self, num_bytes: int) -> Iterator[bytes]:
-        """The next bytes."""
         for left in range(num_bytes, 0, -CHUNK_BYTES):
             yield self.read(min(left, CHUNK_BYTES))
             self._last = b""  # no header
@@ -212,27 +212,24 @@ class _Sample:
     """The members of one key that were read so far."""
 
     key: str
-    problem: str = ""
+    problem: str
     offset: int = 0
-    extensions: list[str] = field(default_factory=list)
     contents: dict[str, bytes] = field(default_factory=dict)
-    """Of the members that may be the text, by their extensions."""
+    """By extension: the members that may be the text; empty bytes for the others."""
 
     def add(self, member: Member, text_extensions: list[str]) -> None:
         extension = split_name(member.name)[1]
         is_text = extension in text_extensions
         problem = f"is {member.problem}" if member.problem else ""
-        if extension in self.extensions:
+        if extension in self.contents:
             problem = problem or "occurs twice"
         if is_text and member.size > MAX_RECORD_BYTES:
             problem = problem or f"is {too_long().reason}"
-        if not self.extensions:
-            self.offset = member.offset
-        self.extensions.append(extension)
         if problem:
             self.problem = self.problem or f"member {printable(member.name)[:200]} {problem}"
-        elif is_text:
-            self.contents[extension] = b"".join(member.chunks())
+        if not self.contents:
+            self.offset = member.offset
+        self.contents[extension] = b"".join(member.chunks()) if is_text and not problem else b""
 
 
 def read_tar(source: Source) -> Iterator[Record | Reject]:
@@ -241,9 +238,8 @@ def read_tar(source: Source) -> Iterator[Record | Reject]:
     members = filter(_belongs_to_sample, members_of_tar(source.stream, source.file.size))
     for key, group in groupby(members, lambda member: split_name(member.name)[0]):
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-        sample = _Sample(key)
-        if digest in seen:
-            sample.problem = "the key occurs twice; members of a sample must follow each other"
+        repeated = "the key occurs twice; members of a sample must follow each other"
+        sample = _Sample(key, repeated if digest in seen else "")
         seen.add(digest)
         for member in group:
             sample.add(member, text_extensions)
@@ -285,9 +281,10 @@ def _text_of(source: Source, text_extensions: list[str], sample: _Sample) -> str
         for extension in text_extensions:
             if extension in sample.contents:
                 return _text_of_member(source, extension, sample.contents[extension])
-        members = ", ".join(printable(each)[:40] or "none" for each in sample.extensions[:10])
+        seen = [printable(each)[:40] or "none" for each in sample.contents]
         raise BadRecordError(
-            f"no member .{', .'.join(text_extensions)}; its extensions: {members} (see --text-key)"
+            f"no member .{', .'.join(text_extensions)}; its extensions: {', '.join(seen[:10])} "
+            "(see --text-key)"
         )
     except BadRecordError as error:
         raise BadRecordError(f"key {printable(sample.key)[:200]}: {error.reason}") from None

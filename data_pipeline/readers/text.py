@@ -27,30 +27,29 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from data_pipeline.readers.columns import text_of_scalar, values_of
 from data_pipeline.readers.ids import text_of_value
-from data_pipeline.readers.records import (
-    MAX_RECORD_BYTES,
-    BadRecordError,
-    BrokenStreamError,
-    IdRules,
-    Record,
-    Reject,
-    decode,
-    value_at,
-)
 from data_pipeline.readers.source import (
     CHUNK_BYTES,
+    MAX_RECORD_BYTES,
     NUL_REASON,
+    BadRecordError,
+    BrokenStreamError,
     DocumentBuilder,
+    IdRules,
     InputFile,
     Line,
+    Record,
+    Reject,
     Source,
+    decode,
     lines_of,
     read_exactly,
+    value_at,
 )
 from data_pipeline.system.sources import open_source, reject_reason, shown
 from data_pipeline.system.strict_json import JSON_DECODER
@@ -65,7 +64,6 @@ _IDS_REASON = (
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
-_BLANK_LINE = b" \n"
 _MAX_ROWS_EXAMINED = 4096
 """Rows at the beginning of a file that show whether its rows are lines. A shard may begin inside a
 long article."""
@@ -73,12 +71,11 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})(?P<total>-of-\d{5})(?P<suff
 
 
 def read_text(source: Source) -> Iterator[Record | Reject]:
-    raw = source.stream.read(CHUNK_BYTES)
-    body = raw.removeprefix(BOM_UTF8)
-    document = DocumentBuilder(source, len(raw) - len(body), line=0)
-    while body:
+    body = source.stream.read(CHUNK_BYTES)
+    document = DocumentBuilder(source, len(BOM_UTF8) * body.startswith(BOM_UTF8), line=0)
+    document.add(body.removeprefix(BOM_UTF8))
+    while body := source.stream.read(CHUNK_BYTES):
         document.add(body)
-        body = source.stream.read(CHUNK_BYTES)
     yield document.build()
 
 
@@ -119,9 +116,7 @@ def read_blank_lines(source: Source) -> Iterator[Record | Reject]:
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:
-    def text_of(raw: bytes) -> str:
-        return text_of_line(raw, source.text_key, source.file.ids)
-
+    text_of = partial(text_of_line, text_key=source.text_key, ids=source.file.ids)
     for byte, line, raw in lines_of(source):
         if raw.strip():
             yield source.record(text_of, raw, line=line, byte=byte)
@@ -132,10 +127,7 @@ def read_id_json(source: Source) -> Iterator[Record | Reject]:
 
     They are the value at the key, or the whole file.
     """
-
-    def text_of(value: object) -> str:
-        return text_of_value(value, source.id_rules, source.text_key)
-
+    text_of = partial(text_of_value, rules=source.id_rules, name=source.text_key)
     raw = read_exactly(source.stream, MAX_RECORD_BYTES + 1)
     try:
         content = value_of_json(raw.rstrip() + b"\n")
@@ -235,9 +227,8 @@ def _articles(source: Source, lines: Iterable[Line]) -> Iterator[Record | Reject
 
 
 def _lines_of_rows(source: Source) -> Iterator[Line]:
-    """The lines of all shards."""
     number = 0
-    for path in source.file.paths:
+    for path in (source.file.path, *source.file.next_paths):
         with open_source(path, "") as stream:
             shard = Source(replace(source.file, path=path), source.text_key, stream=stream)
             for raw in _rows_of_file(shard):
@@ -249,7 +240,7 @@ def _lines_of_rows(source: Source) -> Iterator[Line]:
 def _rows_of_file(source: Source) -> Iterator[bytes]:
     try:
         for value in values_of(source):
-            line = text_of_scalar(source, value).encode() or _BLANK_LINE
+            line = text_of_scalar(source, value).encode() or b" \n"
             if line.find(b"\n") != len(line) - 1:
                 raise BadRecordError("it is not one line")
             yield line

@@ -2,14 +2,8 @@
 
 An archive is read as the folder to which it unpacks: relative to the only folder at its top if
 there is one. Hidden files are left out. Of a .tar, `--format auto` and `ids` read the samples of a
-WebDataset (`tar.py`) instead if, of its first MAX_EXAMINED files,
-
-1. most samples have several members with the same extensions: 0.jpg, 0.txt, 1.jpg, 1.txt; or
-2. most samples have a member with a text (0.json, 1.json), and nothing shows that a folder was
-   packed: the archive has entries for folders, with most files in them; or names separate a split
-   from other files.
-
-`--format tar` always reads samples, the format of a file (`--format text`) always a folder.
+WebDataset (`tar.py`) instead if the names of its first MAX_EXAMINED files show that it is one
+(`holds_samples`; docs/how_to/read_archives.md has the rules).
 
 An archive is refused as a whole if it has a path outside of it, a link, an encrypted or nested
 member or a member that occurs twice, or if it expands implausibly: skipping a member would lose
@@ -31,8 +25,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers.records import BrokenStreamError
-from data_pipeline.readers.source import ANY_ARCHIVE, CHUNK_BYTES, InputFile, suffix_of
+from data_pipeline.readers.source import (
+    ANY_ARCHIVE,
+    CHUNK_BYTES,
+    BrokenStreamError,
+    InputFile,
+    suffix_of,
+)
 from data_pipeline.readers.split_names import splits_of_names
 from data_pipeline.readers.tar import (
     is_metadata,
@@ -67,7 +66,7 @@ class ArchiveError(ValueError):
 
 
 def holds_samples(file: InputFile, text_key: str, *, is_ids: bool) -> bool:
-    """Whether "auto" and "ids" read a .tar file as a WebDataset; see the module docstring."""
+    """Whether "auto" and "ids" read a .tar file as a WebDataset, not as a packed folder."""
     names, has_folders = _first_names(file)
     keyed = groupby(map(split_name, names), key=lambda pair: pair[0])
     samples = [frozenset(extension for _, extension in pairs) for _, pairs in keyed]
@@ -184,12 +183,12 @@ def _contents_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str,
         raise SourceError("a .zip file needs random access, but its server has no byte ranges")
     archive = zipfile.ZipFile(stream)
     infos = sorted(archive.infolist(), key=lambda each: each.header_offset)
-    names = [info.orig_filename.replace("\\", "/") for info in infos]
-    for info, name in zip(infos, names, strict=True):
+    members = [(info, info.orig_filename.replace("\\", "/")) for info in infos]
+    for info, name in members:
         _refuse(name, path_problem(name) or _problem_of_zip_member(info))
     if stored_bytes:
         require_plausible_ratio(sum(info.file_size for info in infos), stored_bytes)
-    for info, name in zip(infos, names, strict=True):
+    for info, name in members:
         if not name.endswith("/"):
             with archive.open(info) as file:
                 yield _cleaned(name), iter(partial(file.read, CHUNK_BYTES), b"")

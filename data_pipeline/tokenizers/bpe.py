@@ -22,8 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import DataError
-from data_pipeline.tokenizers.decoding import BYTE_OF
-from data_pipeline.tokenizers.encoders import needs_reference, reason_without_gigatoken
+from data_pipeline.tokenizers.encoders import BYTE_OF, needs_reference, reason_without_gigatoken
 from data_pipeline.tokenizers.interface import text_parts
 from data_pipeline.tokenizers.pretrained import (
     PretrainedDescription,

@@ -10,18 +10,19 @@ id are encoded as `<unk>`, the word that prepared datasets use for it. Decoding 
 between two words: the original whitespace is lost.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.interface import (
     UNKNOWN_BYTES,
+    Description,
     Tokenizer,
     checked_ids,
     lengths_of,
@@ -34,34 +35,23 @@ UNKNOWN_WORD = "<unk>"
 LINE_END = "\n"
 Lines = Literal["end", "both"]
 """`end`: a token ends each line (`<eos>`). `both`: it also begins each line (`<S>` of lm1b)."""
-_NUM_CODE_POINTS = 0x110000
-_REPLACEMENT = 0xFFFD
 
 
-class ByteDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class ByteDescription(Description):
     type: Literal["byte"] = "byte"
-    version: Literal[1] = 1
     vocab_size: Literal[257] = 257
     end_of_document: Literal[256] = 256
     opens_documents: bool = True
 
 
-class CharDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class CharDescription(Description):
     type: Literal["char"] = "char"
-    version: Literal[1] = 1
     symbols: list[str]
     opens_documents: bool = True
 
 
-class WordDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class WordDescription(Description):
     type: Literal["word"] = "word"
-    version: Literal[1] = 1
     symbols: list[str]
     lines: Lines = "end"
     opens_documents: bool = True
@@ -79,11 +69,6 @@ class ByteTokenizer(Tokenizer):
         self.opens_documents = opens_documents
         self.description = ByteDescription(opens_documents=opens_documents)
 
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> "ByteTokenizer":
-        """Raises ValueError for content that `to_json` does not write."""
-        return cls(opens_documents=ByteDescription.model_validate(content).opens_documents)
-
     def encode(self, text: str) -> np.ndarray:
         """uint16 [UTF-8 bytes]. Raises UnicodeEncodeError for lone surrogates."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
@@ -97,9 +82,7 @@ class ByteTokenizer(Tokenizer):
         return array[array != self.end_of_document].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> np.ndarray:
-        lengths = np.ones(self.vocab_size, dtype=np.int64)
-        lengths[self.end_of_document] = 0
-        return lengths
+        return np.array([1] * self.end_of_document + [0], dtype=np.int64)
 
 
 class _SymbolTokenizer(Tokenizer):
@@ -131,22 +114,15 @@ class CharTokenizer(_SymbolTokenizer):
         self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
         self._unknown = symbols.index(UNKNOWN_CHARACTER)
 
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> "CharTokenizer":
-        """Raises ValueError for content that `to_json` does not write."""
-        fields = CharDescription.model_validate(content)
-        return cls(fields.symbols, opens_documents=fields.opens_documents)
-
     @cached_property
     def _code_points(self) -> np.ndarray:
         """uint32 [symbols]: the character of each id."""
-        points = [ord(symbol) if symbol else _REPLACEMENT for symbol in self.symbols]
-        return np.array(points, dtype="<u4")
+        return np.array([ord(symbol or "\ufffd") for symbol in self.symbols], dtype="<u4")
 
     @cached_property
     def _id_of(self) -> np.ndarray:
         """[code points]: the id of each character. 2.2 MB of uint16, so `encode` is one lookup."""
-        table = np.full(_NUM_CODE_POINTS, self._unknown, dtype=token_dtype(self.vocab_size))
+        table = np.full(sys.maxunicode + 1, self._unknown, dtype=token_dtype(self.vocab_size))
         known = np.flatnonzero(np.arange(len(self.symbols)) != self._unknown)
         table[self._code_points[known]] = known
         return table
@@ -192,12 +168,6 @@ class WordTokenizer(_SymbolTokenizer):
         self.lines = lines
         self.cuts = "space" if lines == "end" else "line"
         self._id_of = {symbol: number for number, symbol in enumerate(symbols)}
-
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> "WordTokenizer":
-        """Raises ValueError for content that `to_json` does not write."""
-        fields = WordDescription.model_validate(content)
-        return cls(fields.symbols, lines=fields.lines, opens_documents=fields.opens_documents)
 
     def encode(self, text: str) -> np.ndarray:
         """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""

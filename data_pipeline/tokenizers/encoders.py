@@ -8,14 +8,11 @@ libraries for every code point. Other versions of either library may differ in o
 """
 
 import functools
-import os
 import re
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-
-from data_pipeline.tokenizers.decoding import BYTE_OF
 
 COMPARED_VERSION = "0.10.0"
 _ASCII = bytes(range(128))
@@ -39,6 +36,14 @@ CHARACTERS_OF_EARLIER_VERSIONS = (
 MAX_GROWTH_BYTES = 96 * 2**20
 _CHECK_BYTES = 2 * 2**20
 """Bytes of text between two checks of the RAM of the process."""
+
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
+}
+"""The byte that each character of byte-level tokens stands for: itself if it is printable."""
 
 
 class GigatokenEncoder:
@@ -109,10 +114,9 @@ def reason_without_gigatoken() -> str:
 
 
 def resident_bytes() -> int:
-    """Resident set size of this process."""
     import psutil
 
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+    return int(psutil.Process().memory_info().rss)
 
 
 # --- which tokenizers it encodes -----------------------------------------------------------------

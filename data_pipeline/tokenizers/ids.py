@@ -18,18 +18,14 @@ import numpy.typing as npt
 from pydantic import Field, Strict, TypeAdapter
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import parse_json, sha256_of
-from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
+from data_pipeline.tokenizers.interface import Description, Tokenizer, checked_ids, token_dtype
 
 _DECIMAL = "0123456789 "
 
 
-class IdDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class IdDescription(Description):
     type: Literal["ids"] = "ids"
-    version: Literal[1] = 1
     vocab_size: Annotated[int, Field(ge=2, le=2**32)]
     end_of_document: Annotated[int, Field(ge=0)]
     names: list[str]
@@ -118,7 +114,17 @@ _LAYOUTS: TypeAdapter[list[str] | dict[str, int] | dict[int, str]] = TypeAdapter
 def read_names(path: Path) -> dict[int, str]:
     """Id to name. Raises DataError for a file that has no such content."""
     try:
-        return _names(parse_json(path.read_text("utf-8")))
+        content = parse_json(path.read_text("utf-8"))
+        if isinstance(content, dict) and content.get("type") == "ids":
+            content = content.get("names")
+        layout = _LAYOUTS.validate_python(content)
+        if isinstance(layout, list):
+            return {id_: name for id_, name in enumerate(layout) if name}
+        pairs = ((a, b) if isinstance(a, int) else (b, a) for a, b in layout.items())
+        names = {int(id_): str(name) for id_, name in pairs}
+        if len(names) < len(content):
+            raise ValueError("an id has two names")
+        return names
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
@@ -126,21 +132,6 @@ def read_names(path: Path) -> dict[int, str]:
             f"{path} has no names of token ids: {printable(str(error))[:300]}. Give a JSON array "
             'of names, {"60": "Pitch_60", ...}, or {"Pitch_60": 60, ...}.'
         ) from error
-
-
-def _names(content: Any) -> dict[int, str]:
-    if isinstance(content, dict) and content.get("type") == "ids":
-        content = content.get("names")
-    layout = _LAYOUTS.validate_python(content)
-    if isinstance(layout, list):
-        return {id_: name for id_, name in enumerate(layout) if name}
-    names: dict[int, str] = {}
-    for one, other in layout.items():
-        id_, name = (one, other) if isinstance(one, int) else (other, one)
-        names[int(id_)] = str(name)
-    if len(names) < len(content):
-        raise ValueError("an id has two names")
-    return names
 
 
 def require_usable_names(names: dict[int, str], vocab_size: int) -> None:

@@ -41,6 +41,12 @@ def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> np.ndarray:
     return array
 
 
+class Description(StrictModel):
+    """Content of a `tokenizer.json`. Each kind has a `type`."""
+
+    version: Literal[1] = 1
+
+
 class Tokenizer(ABC):
     """Text to ids and back. Special tokens that occur in the text are ordinary text."""
 
@@ -54,8 +60,7 @@ class Tokenizer(ABC):
     """Where a text may be cut so that the ids of its parts are those of the whole text."""
     lossless: bool
     """Whether `token_bytes` over the ids of any text sums to its UTF-8 length."""
-    description: StrictModel
-    """The content of `tokenizer.json`."""
+    description: Description
     encoder: str = ""
     """The library that encodes, with its version; "" if none does."""
     slow_reason: str = ""

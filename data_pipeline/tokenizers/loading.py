@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,43 @@ from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict import first_problem
 from data_pipeline.system.strict_json import parse_json
-from data_pipeline.tokenizers.byte_char_word import ByteTokenizer, CharTokenizer, WordTokenizer
+from data_pipeline.tokenizers.byte_char_word import (
+    ByteDescription,
+    ByteTokenizer,
+    CharDescription,
+    CharTokenizer,
+    WordDescription,
+    WordTokenizer,
+)
 from data_pipeline.tokenizers.ids import IdTokenizer
-from data_pipeline.tokenizers.interface import Tokenizer
+from data_pipeline.tokenizers.interface import Description, Tokenizer
+
+OWN_NAME = "txl_tokenizer.json"
+"""The file of this project where tokenizer.json is that of the `tokenizers` library."""
+
+
+def _own(
+    description: type[Description],
+    tokenizer: Callable[..., Tokenizer],
+    arguments: tuple[str, ...],
+    content: dict[str, Any],
+) -> Tokenizer:
+    """Raises ValueError for content that `Tokenizer.to_json` does not write."""
+    fields = description.model_validate(content)
+    return tokenizer(**{name: getattr(fields, name) for name in arguments})
 
 
 def _pretrained(content: dict[str, Any]) -> Tokenizer:
     # Imported here: tokenizers takes 0.1 s to import.
-    from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
+    from data_pipeline.tokenizers.pretrained import PretrainedDescription, PretrainedTokenizer
 
-    return PretrainedTokenizer.from_description(content)
+    return PretrainedTokenizer(PretrainedDescription.model_validate(content))
 
 
-OWN_NAME = "txl_tokenizer.json"
-"""The file of this project where tokenizer.json is that of the `tokenizers` library."""
 KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
-    "byte": ByteTokenizer.from_description,
-    "char": CharTokenizer.from_description,
-    "word": WordTokenizer.from_description,
+    "byte": partial(_own, ByteDescription, ByteTokenizer, ("opens_documents",)),
+    "char": partial(_own, CharDescription, CharTokenizer, ("symbols", "opens_documents")),
+    "word": partial(_own, WordDescription, WordTokenizer, ("symbols", "lines", "opens_documents")),
     "bpe": _pretrained,
     "file": _pretrained,
     "ids": IdTokenizer.from_description,
@@ -146,9 +166,8 @@ def differences(first: StoredTokenizer, other: StoredTokenizer) -> str:
 
 def describe_differences(first: Tokenizer, other: Tokenizer) -> str:
     """As `differences`, for two tokenizers that are not equal."""
-    types = [each.description.model_dump()["type"] for each in (first, other)]
     facts = {
-        "type": types,
+        "type": [each.description.model_dump()["type"] for each in (first, other)],
         "vocab_size": [first.vocab_size, other.vocab_size],
         "end_of_document": [first.end_of_document, other.end_of_document],
     }

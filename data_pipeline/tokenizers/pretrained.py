@@ -6,11 +6,12 @@ first, because the library would encode their names in a text as the special tok
 """
 
 import json
+import re
 from collections import Counter
-from contextlib import suppress
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache, cached_property, partial
 from importlib.metadata import version
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,15 @@ import tokenizers
 from pydantic import Field
 
 from data_pipeline.errors import DataError
-from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
-from data_pipeline.tokenizers.decoding import BYTE_OF, TokenBytes, bytes_are_exact, decoder_steps
 from data_pipeline.tokenizers.encoders import (
+    BYTE_OF,
     GigatokenEncoder,
     reason_without_gigatoken,
     require_gpt2_bpe,
 )
-from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
+from data_pipeline.tokenizers.interface import Description, Tokenizer, checked_ids, token_dtype
 
 HARD_STRINGS = (
     "don't I'LL we've it's they'd you're 'tis '' 's's",
@@ -47,11 +47,8 @@ END_OF_TEXT = "<|endoftext|>"
 """The name that other programs get for an end-of-document without one."""
 
 
-class PretrainedDescription(StrictModel):
-    """Content of `tokenizer.json`."""
-
+class PretrainedDescription(Description):
     type: Literal["bpe", "file"]
-    version: Literal[1] = 1
     end_of_document: int = Field(ge=0)
     vocab_size: int | None = Field(default=None, ge=1, exclude_if=lambda size: size is None)
     """Ids of the model, if it has more of them than the tokenizer has tokens."""
@@ -92,43 +89,37 @@ class PretrainedTokenizer(Tokenizer):
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
             self.slow_reason, self.cuts = str(reason), "never"
-        self._later_bytes: TokenBytes | None = None
-        self.lossless = False
-        with suppress(ValueError):
-            steps = decoder_steps(content)
-            self._later_bytes = TokenBytes(self._library, steps)
-            self._first_bytes = TokenBytes(self._library, steps, is_first=True)
-            self.lossless = bytes_are_exact(content)
+        self._unknown = _unknown_id(content["model"], tokens)
+        self._steps = decoder_steps(content)
+        self.lossless = self._steps is not None and bytes_are_exact(content, self._steps)
         library = "tokenizers" if self.slow_reason else "gigatoken"
         self.encoder = f"{library} {version(library)}"
 
     @cached_property
-    def _gigatoken(self) -> GigatokenEncoder | None:
-        if self.slow_reason:
+    def _bytes_of(self) -> Callable[[int, bool], bytes] | None:
+        """The bytes of an id, or of the first id of a text; None if they depend on other ids."""
+        if self._steps is None:
             return None
-        return GigatokenEncoder(canonical_json(self.description.tokenizer))
+        return cache(partial(bytes_of_token, self._library, self._steps))
 
-    @classmethod
-    def from_description(cls, content: dict[str, Any]) -> Self:
-        """Raises ValueError for content that `to_json` does not write."""
-        return cls(PretrainedDescription.model_validate(content))
+    @cached_property
+    def _gigatoken(self) -> GigatokenEncoder | None:
+        content = canonical_json(self.description.tokenizer)
+        return None if self.slow_reason else GigatokenEncoder(content)
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
         ids = self._gigatoken.encode(text) if self._gigatoken else None
         if ids is None:
-            ids = self._encode_with_library(text)
+            text.encode("utf-8")
+            try:
+                ids = np.array(self.library_ids(text), dtype=np.uint32)
+            except Exception as error:  # the library raises no narrower type
+                raise DataError(
+                    f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
+                    "to it, or use another tokenizer."
+                ) from error
         return ids.astype(token_dtype(self.vocab_size))
-
-    def _encode_with_library(self, text: str) -> np.ndarray:
-        text.encode("utf-8")
-        try:
-            return np.array(self.library_ids(text), dtype=np.uint32)
-        except Exception as error:  # the library raises no narrower type
-            raise DataError(
-                f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
-                "to it, or use another tokenizer."
-            ) from error
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""
@@ -141,11 +132,6 @@ class PretrainedTokenizer(Tokenizer):
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
         return Counter(text[start:stop] for id_, (start, stop) in tokens if id_ == self._unknown)
 
-    @cached_property
-    def _unknown(self) -> int | None:
-        """The id of unknown text, if there is one."""
-        return _unknown_id(self.description.tokenizer["model"], self._library.get_vocab())
-
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         array = checked_ids(ids, self.vocab_size)
         texts = np.split(array, np.flatnonzero(array == self.end_of_document))
@@ -154,17 +140,15 @@ class PretrainedTokenizer(Tokenizer):
         )
 
     def _bytes_of_text(self, ids: list[int]) -> bytes:
-        if self._later_bytes is None:
+        if not self._bytes_of:
             return self._library.decode(ids, skip_special_tokens=False).encode()
-        first = map(self._first_bytes.__getitem__, ids[:1])
-        return b"".join([*first, *map(self._later_bytes.__getitem__, ids[1:])])
+        return b"".join(self._bytes_of(id_, not place) for place, id_ in enumerate(ids))
 
     def token_bytes(self) -> np.ndarray:
         lengths = super().token_bytes()
-        if self._later_bytes is not None and self.lossless:
-            for id_ in range(self.vocab_size):
-                if id_ != self.end_of_document:
-                    lengths[id_] = len(self._later_bytes[id_])
+        if self._bytes_of and self.lossless:
+            lengths[:] = [len(self._bytes_of(id_, False)) for id_ in range(self.vocab_size)]
+            lengths[self.end_of_document] = 0
         return lengths
 
 
@@ -239,7 +223,6 @@ def _convert(
     tokenizer = PretrainedTokenizer(description)
 
     def is_written(token: str) -> bool:
-        """Whether a text can encode to the token."""
         texts = token, f"{token} x{token}"
         return any(id_of[token] in tokenizer.encode(text) for text in texts)
 
@@ -249,14 +232,13 @@ def _convert(
         name = next((token for token, id_ in id_of.items() if id_ == given_end), None)
         if name is None or is_written(name):
             raise ValueError(f"{given_end} is not the id of a token that no text has")
-        require_same_ids(tokenizer)
-        return tokenizer
-    end = id_of[special[0]] if len(special) == 1 else new_id
-    # Text with unknown characters encodes to the unknown token.
-    if end < new_id and end != _unknown_id(model, id_of):
-        if is_written(special[0]):
-            return tokenizer
-        tokenizer = PretrainedTokenizer(description.model_copy(update={"end_of_document": end}))
+    elif len(special) == 1:
+        end = id_of[special[0]]
+        # Text with unknown characters encodes to the unknown token.
+        if end < new_id and end != _unknown_id(model, id_of):
+            if is_written(special[0]):
+                return tokenizer
+            tokenizer = PretrainedTokenizer(description.model_copy(update={"end_of_document": end}))
     require_same_ids(tokenizer)
     return tokenizer
 
@@ -270,7 +252,11 @@ def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
     if isinstance(tokenizer, PretrainedTokenizer):
         content, special = tokenizer.description.tokenizer, tokenizer.description.special_tokens
     elif isinstance(tokenizer, ByteTokenizer):
-        content = _bytes_as_library_json()
+        library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(BYTE_OF), merges=[]))
+        level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.pre_tokenizer = level
+        library.decoder = tokenizers.decoders.ByteLevel()
+        content = json.loads(library.to_str())
     else:
         return None
     name_of = {id_: name for name, id_ in _ids(content).items()}
@@ -282,15 +268,6 @@ def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
     ]  # fmt: skip
     whole = [*(content.get("added_tokens") or []), *added]
     return {**content, "added_tokens": sorted(whole, key=lambda entry: entry["id"])}
-
-
-def _bytes_as_library_json() -> dict[str, Any]:
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(BYTE_OF), merges=[]))
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.pre_tokenizer = level
-    library.decoder = tokenizers.decoders.ByteLevel()
-    content: dict[str, Any] = json.loads(library.to_str())
-    return content
 
 
 def _ids(content: dict[str, Any]) -> dict[str, int]:
@@ -316,3 +293,92 @@ def require_same_ids(tokenizer: PretrainedTokenizer) -> None:
                 f"{tokenizer.encoder} and tokenizers differ on {text[:60]!r}. Their versions are "
                 "incompatible: install those of constraints.txt and run this again."
             )
+
+
+# --- the bytes of tokens ------------------------------------------------------------------------
+
+
+# A token may be two thirds of a character, which is no text, so text of tokens is joined as bytes.
+# Known are byte-level decoders, where each character represents a byte, and those of SentencePiece:
+# Metaspace, and pieces in which ▁ is a space (Replace) with tokens `<0x0A>` for bytes
+# (ByteFallback). Some remove the space that the encoder puts before a text from the first token
+# (Metaspace, Strip). Source: `decode_chain` in tokenizers/src/decoders and
+# tokenizers/src/pre_tokenizers of the library.
+_BYTE_TOKEN = re.compile(rb"^<0x([0-9a-fA-F]{2})>\Z")
+_TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in BYTE_OF.items()})
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a byte-level token is written in. Tokens with other characters are text."""
+    is_text = not BYTE_OF.keys() >= {*token}
+    return token.encode() if is_text else token.translate(_TO_LATIN_1).encode("latin-1")
+
+
+def decoder_steps(content: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The steps of the decoder of a library's JSON; None if bytes of a token depend on others."""
+    decoder = content.get("decoder") or {"type": "none"}
+    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+    kinds = [step["type"] for step in steps]
+    # Before Fuse, Strip is applied to every token.
+    if kinds[-2:] == ["Fuse", "Strip"] and (steps[-1]["start"], steps[-1]["stop"]) == (1, 0):
+        kinds.pop()
+    pieces = [kind for kind in kinds if kind != "Fuse"]
+    is_known = {*pieces} <= {"Replace", "Metaspace", "ByteFallback"} or pieces == ["ByteLevel"]
+    if not is_known or any("Regex" in step.get("pattern", ()) for step in steps):
+        return None
+    return [step for step in steps if step["type"] != "Fuse"]
+
+
+def bytes_of_token(
+    library: tokenizers.Tokenizer, steps: list[dict[str, Any]], id_: int, is_first: bool
+) -> bytes:
+    """The bytes of a token, or of the first token of a text."""
+    token = library.id_to_token(id_)
+    if token is None:  # an id that the model has and its tokenizer has not
+        return b""
+    raw = token.encode()
+    for step in steps:
+        match step["type"]:
+            case "ByteLevel":
+                raw = byte_level_bytes(token)
+            case "Replace":
+                pattern = step["pattern"]["String"].encode()
+                raw = raw.replace(pattern, step["content"].encode())
+            case "Metaspace":
+                is_dropped = is_first and step["prepend_scheme"] != "never"
+                raw = raw.replace(step["replacement"].encode(), b"" if is_dropped else b" ")
+            case "ByteFallback":
+                raw = _BYTE_TOKEN.sub(lambda byte: bytes.fromhex(byte[1].decode()), raw)
+            case "Strip" if is_first:
+                raw = raw.removeprefix(step["content"].encode())
+    return raw
+
+
+def bytes_are_exact(content: dict[str, Any], decoder: list[dict[str, Any]]) -> bool:
+    """Whether the bytes of the tokens of any text add up to those of the text.
+
+    This holds for byte-level BPE that does not normalize. Others replace characters, drop or add
+    spaces, or write ▁ for a space, so that a ▁ of the text counts as one byte.
+    """
+    model, split = content["model"], content.get("pre_tokenizer") or {}
+    normalizer = content.get("normalizer") or {"normalizers": []}
+    steps = split.get("pretokenizers", [split])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    return (
+        [step["type"] for step in decoder] == ["ByteLevel"]
+        and normalizer.get("normalizers") == []
+        and [step["add_prefix_space"] for step in byte_level] == [False]
+        and all(
+            step["type"] in ("ByteLevel", "Digits")
+            or (step["type"] == "Split" and step["behavior"] != "Removed")
+            for step in steps
+        )
+        and model.get("type") == "BPE"
+        and model["vocab"].keys() >= BYTE_OF.keys()
+        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        and all(
+            byte_level_bytes(added["content"]) == added["content"].encode()
+            and not (added["lstrip"] or added["rstrip"])
+            for added in content.get("added_tokens") or ()
+        )
+    )

@@ -35,7 +35,6 @@ from data_pipeline.tokenizers.byte_char_word import (
 from data_pipeline.tokenizers.ids import IdTokenizer, read_names
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer
 
-Texts = Callable[[], Iterator[str]]
 RecipeName = Literal["wt103", "wt2", "ptb", "lm1b", "enwik8", "text8"]
 DEFAULT_TRAIN_BYTES = 256 * 2**20
 # Options that are left out if they are not given, so that other manifests do not change.
@@ -121,7 +120,7 @@ def cuts_of(settings: TokenizerSettings) -> Cuts:
     return "line" if recipe_of(settings.recipe).lines == "both" else "space"
 
 
-def train_tokenizer(settings: TokenizerSettings, texts: Texts) -> Tokenizer:
+def train_tokenizer(settings: TokenizerSettings, texts: Callable[[], Iterator[str]]) -> Tokenizer:
     """Train char, word or bpe. The same texts and settings give the same tokenizer.
 
     Raises DataError if bpe cannot be trained on the texts, ValueError for a kind that is not

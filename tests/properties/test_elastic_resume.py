@@ -21,9 +21,7 @@ from tests.support.training_runs import (
     train,
     trained,
 )
-from txl_dist.checkpoint.directory import resolve_checkpoint
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.tensors import load_memory, load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.errors import ConfigError
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.

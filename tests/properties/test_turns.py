@@ -24,9 +24,6 @@ from tests.support.training_runs import (
     train,
     trained,
 )
-from txl_dist.checkpoint.directory import resolve_checkpoint
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.tensors import load_memory
 from txl_dist.errors import CheckpointError, ConfigError
 
 NUM_TURNS = 3

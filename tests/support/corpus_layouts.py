@@ -10,7 +10,7 @@ import json
 import random
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,23 @@ def _rows(texts: list[str]) -> pa.Table:
     return pa.table({"text": texts})
 
 
+def _arrow(texts: list[str]) -> bytes:
+    sink = io.BytesIO()
+    with ipc.new_stream(sink, _rows(texts).schema) as writer:
+        writer.write_table(_rows(texts))
+    return sink.getvalue()
+
+
 def _json_lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def _write(path: Path, content: bytes | str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> Path:
+    """Write files below a folder, by their names. Returns the folder."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
 
 
 def _parquet(folder: Path) -> Texts:
@@ -68,35 +78,29 @@ def _parquet(folder: Path) -> Texts:
 
 
 def _arrow_cache(folder: Path) -> Texts:
-    folder.mkdir(parents=True)
     for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
-        table = _rows(TEXTS[split])
-        with ipc.new_stream(str(folder / f"wiki-{name}.arrow"), table.schema) as writer:
-            writer.write_table(table)
+        write_files(folder, {f"wiki-{name}.arrow": _arrow(TEXTS[split])})
     return TEXTS
 
 
 def _dataset_dict(folder: Path) -> Texts:
-    for split, name in (("train", "train"), ("test", "test")):
-        (folder / name).mkdir(parents=True)
-        file = "data-00000-of-00001.arrow"
-        table = _rows(TEXTS[split])
-        with ipc.new_stream(str(folder / name / file), table.schema) as writer:
-            writer.write_table(table)
-        state = {"_data_files": [{"filename": file}]}
-        (folder / name / "state.json").write_text(json.dumps(state))
-        (folder / name / "dataset_info.json").write_text("{}")
-    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    return {split: TEXTS[split] for split in ("train", "test")}
+    file = "data-00000-of-00001.arrow"
+    state = json.dumps({"_data_files": [{"filename": file}]})
+    texts = {split: TEXTS[split] for split in ("train", "test")}
+    for split, of_split in texts.items():
+        files = {file: _arrow(of_split), "state.json": state, "dataset_info.json": "{}"}
+        write_files(folder / split, files)
+    write_files(folder, {"dataset_dict.json": '{"splits": ["train", "test"]}'})
+    return texts
 
 
 def _one_text_each(names: dict[str, str]) -> Callable[[Path], Texts]:
     """A text file per split, the documents joined."""
 
     def write(folder: Path) -> Texts:
-        for split, name in names.items():
-            _write(folder / name, "\n".join(TEXTS[split]))
-        return {split: ["\n".join(TEXTS[split])] for split in names}
+        texts = {split: "\n".join(TEXTS[split]) for split in names}
+        write_files(folder, {name: texts[split] for split, name in names.items()})
+        return {split: [text] for split, text in texts.items()}
 
     return write
 
@@ -108,50 +112,46 @@ def _wikitext(folder: Path, suffix: str) -> Texts:
     }
     for split, texts in articles.items():
         texts[0] = f" \n{texts[0]}"  # a blank line before the first title, as published
-        _write(folder / f"wiki.{split}.{suffix}", "".join(texts))
+        write_files(folder, {f"wiki.{split}.{suffix}": "".join(texts)})
     return articles
 
 
 def _c4(folder: Path) -> Texts:
     train = TEXTS["train"]
-    for number, texts in enumerate((train[:2], train[2:])):
-        name = f"c4-train.0000{number}-of-01024.json.gz"
-        _write(folder / name, gzip.compress(_json_lines(texts)))
-    name = "c4-validation.00000-of-00008.json.gz"
-    _write(folder / name, gzip.compress(_json_lines(TEXTS["valid"])))
+    files = {
+        "c4-train.00000-of-01024.json.gz": train[:2],
+        "c4-train.00001-of-01024.json.gz": train[2:],
+        "c4-validation.00000-of-00008.json.gz": TEXTS["valid"],
+    }
+    for name, texts in files.items():
+        write_files(folder, {name: gzip.compress(_json_lines(texts))})
     return {"train": train, "valid": TEXTS["valid"]}
 
 
-def _slim_pajama(folder: Path) -> Texts:
-    names = {
-        "train": "train/chunk1/example_train_0.jsonl.zst",
-        "valid": "validation/chunk1/example_holdout_0.jsonl.zst",
-        "test": "test/chunk1/example_holdout_0.jsonl.zst",
-    }
-    for split, name in names.items():
-        _write(folder / name, zstandard.compress(_json_lines(TEXTS[split])))
-    return TEXTS
+def _json_lines_zst(train: str, valid: str, test: str) -> Callable[[Path], Texts]:
+    """A file of these names per split."""
 
+    def write(folder: Path) -> Texts:
+        for split, name in (("train", train), ("valid", valid), ("test", test)):
+            content = zstandard.compress(_json_lines(TEXTS[split]))
+            write_files(folder, {f"{name}.jsonl.zst": content})
+        return TEXTS
 
-def _pile(folder: Path) -> Texts:
-    for split, name in (("train", "train/00"), ("valid", "val"), ("test", "test")):
-        _write(folder / f"{name}.jsonl.zst", zstandard.compress(_json_lines(TEXTS[split])))
-    return TEXTS
+    return write
 
 
 def _books(folder: Path) -> Texts:
     for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
-        for number, text in enumerate(TEXTS[split]):
-            _write(folder / name / f"{number + 10}.txt", text)
+        numbered = enumerate(TEXTS[split], start=10)
+        write_files(folder / name, {f"{number}.txt": text for number, text in numbered})
     return TEXTS
 
 
 def _csv(folder: Path) -> Texts:
     for split in ("train", "test"):
         stream = io.StringIO()
-        writer = csv.writer(stream)
-        writer.writerows([["label", "text"], *([1, text] for text in TEXTS[split])])
-        _write(folder / f"{split}.csv", stream.getvalue())
+        csv.writer(stream).writerows([["label", "text"], *([1, text] for text in TEXTS[split])])
+        write_files(folder, {f"{split}.csv": stream.getvalue()})
     return {split: TEXTS[split] for split in ("train", "test")}
 
 
@@ -165,14 +165,15 @@ def _nano_gpt(folder: Path) -> Texts:
     return {split: [" ".join(map(str, each)) for each in documents[split]] for split in documents}
 
 
-def _one_billion_words(folder: Path) -> Texts:
-    training = "training-monolingual.tokenized.shuffled"
-    _write(folder / training / "news.en-00001-of-00100", "\n".join(TEXTS["train"]))
-    heldout = "heldout-monolingual.tokenized.shuffled"
-    _write(folder / heldout / "news.en.heldout-00000-of-00050", "\n".join(TEXTS["valid"]))
-    return {split: ["\n".join(TEXTS[split])] for split in ("train", "valid")}
-
-
+_ONE_BILLION_WORDS = {
+    "train": "training-monolingual.tokenized.shuffled/news.en-00001-of-00100",
+    "valid": "heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",
+}
+_SLIM_PAJAMA = (
+    "train/chunk1/example_train_0",
+    "validation/chunk1/example_holdout_0",
+    "test/chunk1/example_holdout_0",
+)
 _PTB = {"train": "ptb.train.txt", "valid": "ptb.valid.txt", "test": "ptb.test.txt"}
 _IDS = PrepareSettings(format="ids", vocab_size=11, end_of_document=0, dtype="uint16")
 LAYOUTS = [
@@ -185,12 +186,13 @@ LAYOUTS = [
     Layout("WikiText, .raw", lambda folder: _wikitext(folder, "raw"),
            "1 file: train; 1: valid; 1: test"),
     Layout("C4", _c4, "2 files: train; 1: valid"),
-    Layout("SlimPajama", _slim_pajama, "1 file: train; 1: valid; 1: test"),
-    Layout("The Pile", _pile, "1 file: train; 1: valid; 1: test"),
+    Layout("SlimPajama", _json_lines_zst(*_SLIM_PAJAMA), "1 file: train; 1: valid; 1: test"),
+    Layout("The Pile", _json_lines_zst("train/00", "val", "test"),
+           "1 file: train; 1: valid; 1: test"),
     Layout("PG-19", _books, "7 files: train; 2: valid; 3: test"),
     Layout("CSV", _csv, "1 file: train; 1: test", PrepareSettings(format="csv")),
     Layout("nanoGPT", _nano_gpt, "1 file: train; 1: valid", _IDS),
-    Layout("One Billion Words", _one_billion_words, "1 file: train; 1: valid"),
+    Layout("One Billion Words", _one_text_each(_ONE_BILLION_WORDS), "1 file: train; 1: valid"),
     Layout("unnamed training files",
            _one_text_each({"train": "corpus.txt", "test": "corpus.test.txt"}),
            "1 file: train; 1: test (in train because their names give no split: corpus.txt)"),

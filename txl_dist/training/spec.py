@@ -1,4 +1,4 @@
-"""What a run is given, and where it is stored: TrainSpec, RunDirectory and LaunchFiles. Imports no torch.
+"""What a run is given, and where it is stored: TrainSpec, RunDirectory, LaunchFiles; without torch.
 
 On one host a lock allows one process. Between hosts, each attempt is recorded with a number, and
 only the newest attempt may change checkpoints (`txl_dist/checkpoint/attempts.py`).

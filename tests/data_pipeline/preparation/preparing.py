@@ -19,17 +19,21 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.tokenizers import ByteTokenizer
 
 
-def texts_of(directory: Path, split: str = "train") -> dict[str, str]:
-    """Document id to text of a whole split."""
+def tokens_of(directory: Path, split: str = "train") -> list[list[int]]:
+    """The tokens of every document of a split."""
     source = open_split(directory, split)
-    shown = excerpts(directory, documents=10**6)
-    ids = [excerpt.document_id for excerpt in shown if excerpt.split == split]
-    texts = []
+    documents = []
     for block, count in enumerate(source.block_tokens.tolist()):
         starts = source.document_starts(block).tolist()
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
-            texts.append(ByteTokenizer().decode(source.read(block, start, stop)))
-    return dict(zip(ids, texts, strict=True))
+            documents.append(source.read(block, start, stop).tolist())
+    return documents
+
+
+def texts_of(directory: Path, split: str = "train") -> dict[str, str]:
+    """Document id to text of a whole split of byte tokens."""
+    texts = map(ByteTokenizer().decode, tokens_of(directory, split))
+    return dict(zip(ids_of(directory)[split], texts, strict=True))
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -102,9 +106,9 @@ class StopsAfter(Backwards):
             yield number, function(unit)
 
 
-def stop_after(units: int, lines: Path, out: Path) -> None:
+def stop_after(units: int, source: Path, out: Path, unit_bytes: int = 500, **options: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
-        prepare(lines, out, 500, workers=StopsAfter(units))
+        prepare(source, out, unit_bytes, workers=StopsAfter(units), **options)
 
 
 def compressed(path: Path, text: str) -> Path:

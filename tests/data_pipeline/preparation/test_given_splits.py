@@ -11,19 +11,12 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.splits import choose_given_splits
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
-from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.segments import read_range
-from tests.data_pipeline.preparation.preparing import files_of, ids_of
+from tests.data_pipeline.preparation.preparing import files_of, ids_of, tokens_of
 from tests.data_pipeline.readers.reading import find
-from tests.support.corpus_layouts import LAYOUTS, Layout, table_row
+from tests.support.corpus_layouts import LAYOUTS, Layout, table_row, write_files
 
 Txl = Callable[..., Any]
 TEXT = PrepareSettings()
-
-
-def tokens_of(directory: Path, split: str) -> list[int]:
-    data = open_split(directory, split)
-    return [int(id_) for id_ in read_range(data, 0, data.num_tokens)[0]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
@@ -36,18 +29,12 @@ def test_every_published_layout_keeps_its_splits(layout: Layout, tmp_path: Path)
     tokenizer, manifest = open_tokenizer(out), load_manifest(out)
     assert set(manifest.splits) == set(texts)
     for split, documents in texts.items():
+        ids = [tokenizer.encode(text).tolist() for text in documents]
+        if layout.settings.format == "ids":
+            ids = [[*map(int, text.split())] for text in documents]
+        assert tokens_of(out, split) == [[manifest.end_of_document, *each] for each in ids], split
         entry = manifest.splits[split]
-        expected = [
-            id_
-            for text in documents
-            for id_ in (
-                (manifest.end_of_document, *map(int, text.split()))
-                if layout.settings.format == "ids"
-                else (tokenizer.end_of_document, *tokenizer.encode(text))
-            )
-        ]
-        assert (entry.documents, entry.tokens) == (len(documents), len(expected))
-        assert tokens_of(out, split) == expected, split
+        assert (entry.documents, entry.tokens) == (len(ids), len(ids) + sum(map(len, ids)))
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "keep_splits.md").read_text("utf-8")
     assert table_row(layout, manifest, layout.printed) in page
 
@@ -65,10 +52,7 @@ NAMES = {
     ("name", "split"), [(name, split) for split, names in NAMES.items() for name in names]
 )
 def test_a_name_gives_a_split_or_none(name: str, split: str, tmp_path: Path) -> None:
-    path = tmp_path / "in" / name
-    path.parent.mkdir(parents=True)
-    path.write_text("text")
-    found = find(tmp_path / "in", format="text")
+    found = find(write_files(tmp_path / "in", {name: "text"}), format="text")
     assert [file.split for file in found.files] == [split]
 
 
@@ -101,9 +85,7 @@ TRAIN_AND = {
 
 def splits_of(folder: Path, names: Iterable[str], settings: PrepareSettings = TEXT) -> list[str]:
     """The splits of files with these names, in their order."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
+    write_files(folder, {name: name for name in names})
     found = find(folder)
     chosen = choose_given_splits(found, settings, lambda line: None)
     split_of = {file.name: file.split for file in chosen}
@@ -187,22 +169,15 @@ def test_a_given_folder_counts_first_if_several_differ_and_otherwise_last(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in splits:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(write_files(tmp_path, {name: name for name in splits}))
     assert {file.path: file.split for file in find(*inputs).files} == splits
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
     """train, valid and test files; "z" is in the test file only."""
-    folder = tmp_path / "three"
-    folder.mkdir()
     texts = {"x.train.txt": "abc " * 50, "x.valid.txt": "cab " * 5, "x.test.txt": "abz " * 7}
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    return folder
+    return write_files(tmp_path / "three", texts)
 
 
 def test_named_inputs_give_the_bytes_of_the_same_names_in_files(
@@ -299,13 +274,13 @@ def test_other_splits_of_the_same_files_are_another_dataset(
 
 
 def test_duplicates_are_dropped_from_train_and_never_from_a_given_split(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("one\ntwo\nthree\none\n")
-    (tmp_path / "test.txt").write_text("two\nfour\ntwo\n")
+    texts = {"train.txt": "one\ntwo\nthree\none\none \n", "test.txt": "two\nfour\ntwo\n"}
+    write_files(tmp_path, texts)
     settings = PrepareSettings(format="lines", dedup="exact")
-    inputs = [tmp_path / "train.txt", tmp_path / "test.txt"]
+    inputs = [tmp_path / name for name in texts]
     report = prepare_dataset(inputs, tmp_path / "out", settings)
     assert ids_of(tmp_path / "out") == {
-        "train": ["train.txt:1", "train.txt:3"],
+        "train": ["train.txt:1", "train.txt:3", "train.txt:5"],
         "test": ["test.txt:1", "test.txt:2", "test.txt:3"],
     }
     assert report.manifest.input.duplicates == 2

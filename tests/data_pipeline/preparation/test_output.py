@@ -30,7 +30,6 @@ from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (
     SETTINGS,
-    StopsAfter,
     compressed,
     files_of,
     prepare,
@@ -38,6 +37,7 @@ from tests.data_pipeline.preparation.preparing import (
     texts_of,
     write_corpus,
 )
+from tests.support.corpus_layouts import write_files
 
 Txl = Callable[..., Any]
 
@@ -105,10 +105,8 @@ def test_a_bad_line_fails_with_its_file_line_byte_and_cause(
 def test_an_input_without_text_is_refused_and_no_output_is_made(
     txl: Txl, tmp_path: Path, name: str, cause: str
 ) -> None:
-    for folder in ("empty", "hidden", "pictures"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "hidden" / ".secret").write_text("x")
-    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
+    (tmp_path / "empty").mkdir()
+    write_files(tmp_path, {"hidden/.secret": "x", "pictures/a.png": b"\x89PNG"})
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "fifo")
@@ -170,21 +168,16 @@ def test_a_file_that_ends_early_is_accepted_only_with_rate_1(
 
 
 def test_empty_documents_are_skipped_and_counted(txl: Txl, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("")
-    (tmp_path / "in" / "b.txt").write_text("text")
-    (tmp_path / "in" / "c.jsonl").write_text('{"text": ""}\n\n{"text": "line"}\n')
-    ended = txl("prepare", tmp_path / "in", "--out", tmp_path / "out", "--json")
+    lines = '{"text": ""}\n\n{"text": "line"}\n'
+    folder = write_files(tmp_path / "in", {"a.txt": "", "b.txt": "text", "c.jsonl": lines})
+    ended = txl("prepare", folder, "--out", tmp_path / "out", "--json")
     assert json.loads(ended.out)["input"]["empty"] == 2
     assert texts_of(tmp_path / "out") == {"b.txt": "text", "c.jsonl:3": "line"}
 
 
 def test_files_without_a_byte_are_named(txl: Txl, tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for name in ("a.json", "b.txt", "c.jsonl"):
-        (folder / name).write_text("")
-    (folder / "d.txt").write_text("text")
+    files = {"a.json": "", "b.txt": "", "c.jsonl": "", "d.txt": "text"}
+    folder = write_files(tmp_path / "in", files)
     ended = txl("prepare", folder, "--out", tmp_path / "out")
     assert ended.code == 0
     assert "2 of 4 files have 0 bytes: a.json, c.jsonl\n" in ended.err
@@ -216,9 +209,7 @@ def test_other_files_in_the_output_are_refused_and_unchanged(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:
     for name in ("notes.md", "train-000000.tar.zst", "rejects.jsonl"):
-        out = tmp_path / f"out-{name}"
-        out.mkdir()
-        (out / name).write_text("mine")
+        out = write_files(tmp_path / f"out-{name}", {name: "mine"})
         ended = txl("prepare", corpus, "--out", out)
         assert ended.code == 3
         assert name in ended.err
@@ -290,15 +281,7 @@ def test_finished_work_of_another_tokenizer_file_is_not_used(tmp_path: Path) -> 
         path.write_text(char.to_json())
     options = {"settings": PrepareSettings(tokenizer="file", **OPTIONS)}
     out, notes = tmp_path / "out", []
-    with pytest.raises(KeyboardInterrupt):
-        prepare(
-            tmp_path / "in",
-            out,
-            99,
-            tokenizer_file=paths[0],
-            workers=StopsAfter(5),
-            **options,
-        )
+    stop_after(5, tmp_path / "in", out, 99, tokenizer_file=paths[0], **options)
     done = prepare(tmp_path / "in", out, 99, tokenizer_file=paths[1], note=notes.append, **options)
     assert "discarding the unfinished work" in notes[1]
     assert done.reused_units == 0
@@ -312,18 +295,12 @@ def test_finished_work_of_other_settings_or_input_is_discarded(lines: Path, tmp_
     out, notes = tmp_path / "out", []
     stop_after(7, lines, out)
     other = SETTINGS.model_copy(update={"shuffle": 4})
-    with pytest.raises(KeyboardInterrupt):
-        prepare(lines, out, 500, settings=other, note=notes.append, workers=StopsAfter(5))
+    stop_after(5, lines, out, settings=other, note=notes.append)
     (lines / "small.txt").write_text("another")
-    with pytest.raises(KeyboardInterrupt):
-        prepare(lines, out, 500, settings=other, note=notes.append, workers=StopsAfter(5))
+    stop_after(5, lines, out, settings=other, note=notes.append)
     (out / STAGING / RECORDS / FINGERPRINT).write_bytes(b"\xff")
     assert prepare(lines, out, 500, settings=other, note=notes.append).reused_units == 0
     assert ["discarding the unfinished work" in note for note in notes] == [False, True] * 3
-
-
-def text_of(out: Path) -> str:
-    return excerpts(out, documents=1)[0].text
 
 
 def test_finished_work_of_files_of_the_same_name_size_and_time_elsewhere_is_not_reused(
@@ -333,7 +310,6 @@ def test_finished_work_of_files_of_the_same_name_size_and_time_elsewhere_is_not_
     two = compressed(tmp_path / "two" / "a.txt.gz", "dcba")
     assert one.stat().st_size == two.stat().st_size
     out, settings = tmp_path / "out", PrepareSettings()
-    with pytest.raises(KeyboardInterrupt):
-        prepare(one, out, 500, settings=settings, workers=StopsAfter(1))
+    stop_after(1, one, out, settings=settings)
     assert prepare(two, out, 500, settings=settings).reused_units == 0
-    assert text_of(out) == "dcba"
+    assert excerpts(out, documents=1)[0].text == "dcba"

@@ -1,4 +1,4 @@
-"""Preparing gives the same bytes every time, also after kills and errors."""
+"""Preparing gives the same bytes every time, also after kills and errors, and for any groups."""
 
 import fcntl
 import os
@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
-from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.segments import read_range
-from data_pipeline.system.workers import ProcessWorkers
-from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
-from tests.data_pipeline.preparation.preparing import StopsAfter, files_of, prepare, write_corpus
+from data_pipeline.system.workers import ProcessWorkers, Progress
+from data_pipeline.tokenizers import train_tokenizer
+from tests.data_pipeline.preparation.preparing import (
+    files_of,
+    prepare,
+    stop_after,
+    texts_of,
+    write_corpus,
+)
+from tests.support.corpus_layouts import write_files
 
 Txl = Callable[..., Any]
 
@@ -143,14 +148,7 @@ def test_a_tokenizer_trained_in_units_is_that_of_the_train_split_in_its_order(
     with ProcessWorkers(2) as workers:
         prepare(tmp_path / "in", tmp_path / "out", 900, settings=options, workers=workers)
     prepare(tmp_path / "in", tmp_path / "bytes", 900, settings=PrepareSettings(**OPTIONS))
-    source, tokenizer = (
-        open_split(tmp_path / "bytes", "train"),
-        load_tokenizer(tmp_path / "bytes" / "tokenizer.json"),
-    )
-    ids, _ = read_range(source, 0, source.num_tokens)
-    ends = [*(ids == tokenizer.end_of_document).nonzero()[0][1:], len(ids)]
-    starts = [0, *ends[:-1]]
-    texts = [tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+    texts = texts_of(tmp_path / "bytes").values()
     expected = train_tokenizer(options, lambda: iter(texts))
     assert open_tokenizer(tmp_path / "out").digest == expected.digest
 
@@ -165,8 +163,7 @@ def test_a_tokenizer_is_trained_from_the_counts_of_an_interrupted_run(
     prepare(tmp_path / "in", tmp_path / "whole", 10**6, settings=options)
     units = 1 + len(load_manifest(tmp_path / "whole").splits["train"].shards)
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path / "in", out, 10**6, settings=options, workers=StopsAfter(units))
+    stop_after(units, tmp_path / "in", out, 10**6, settings=options)
     monkeypatch.setattr("data_pipeline.preparation.work_units.count_symbols", None)
     done = prepare(tmp_path / "in", out, 10**6, settings=options)
     assert done.reused_units == units, "the scan and the counts"
@@ -185,3 +182,77 @@ def test_progress_of_counting_ends_at_its_total(tmp_path: Path) -> None:
     report = prepare(tmp_path / "in", tmp_path / "out", 900, settings=options, progress=note)
     done, total = counting[-1]
     assert done == total < report.manifest.splits["train"].text_bytes
+
+
+def test_a_file_that_changes_is_refused_during_the_scan_and_read_only_once(
+    corpus: Path, tmp_path: Path
+) -> None:
+    def rewrite_at(phase: str) -> Progress:
+        def change(stage: str, done: int, total: int) -> None:
+            if stage == phase and not done:
+                (corpus / "10.txt").write_text("rewritten")
+
+        return change
+
+    prepare_dataset([corpus], tmp_path / "whole", SPLIT_AND_SHUFFLED)
+    prepare_dataset([corpus], tmp_path / "out", SPLIT_AND_SHUFFLED, progress=rewrite_at("writing"))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    with pytest.raises(DataError, match=r"10\.txt changed while it was being read"):
+        prepare_dataset(
+            [corpus], tmp_path / "new", SPLIT_AND_SHUFFLED, progress=rewrite_at("reading")
+        )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.fault_row(50)
+@pytest.mark.parametrize("damage", ["cut", "replaced", "gone", "failing"])
+def test_a_disk_that_loses_or_cannot_read_the_texts_is_named_and_a_rerun_scans_again(
+    corpus: Path, tmp_path: Path, damage: str
+) -> None:
+    out = tmp_path / "out"
+
+    def lose(stage: str, done: int, total: int) -> None:
+        if stage == "writing" and not done:
+            (texts,) = out.glob(".staging.tmp/units/texts-??????")
+            size = texts.stat().st_size
+            texts.unlink()
+            if damage == "failing":
+                texts.symlink_to("/proc/self/mem")  # reading there is an EIO
+            elif damage != "gone":
+                texts.write_bytes(b"x" * (size if damage == "replaced" else 10))
+
+    with pytest.raises(UnfinishedError, match="texts-000000 cannot be read again"):
+        prepare_dataset([corpus], out, SPLIT_AND_SHUFFLED, progress=lose)
+    prepare_dataset([corpus], out, SPLIT_AND_SHUFFLED)
+    prepare_dataset([corpus], tmp_path / "whole", SPLIT_AND_SHUFFLED)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+MODULE = "data_pipeline.preparation.documents"
+
+
+@pytest.mark.parametrize(("shuffle", "limits"), [(None, (1, 0)), (5, (300, 40))])
+def test_the_size_of_groups_does_not_change_a_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int | None, limits: tuple[int, int]
+) -> None:
+    write_corpus(tmp_path / "in", [f"word{n % 7} tä{n} " * (n % 5 + 1) for n in range(12)])
+    settings = PrepareSettings(format="lines", shuffle=shuffle, shard_bytes=700, block_bytes=512)
+    prepare_dataset([tmp_path / "in"], tmp_path / "whole", settings, max_reject_rate=1)
+    for name, value in zip(("GROUP_BYTES", "MAX_SHORT_BYTES"), limits, strict=True):
+        monkeypatch.setattr(f"{MODULE}.{name}", value)
+    monkeypatch.setattr(f"{MODULE}.CHUNK_BYTES", 3)
+    prepare_dataset([tmp_path / "in"], tmp_path / "out", settings, max_reject_rate=1)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("recipe", "text"), [("wt103", " \t"), (None, "kept")])
+def test_a_short_document_without_tokens_is_refused_by_name(
+    tmp_path: Path, recipe: str | None, text: str
+) -> None:
+    write_files(tmp_path / "in", {"a.txt": "one two", "b.txt": text, "c.txt": "three"})
+    settings = PrepareSettings(format="text", tokenizer="word", recipe=recipe)
+    if recipe:
+        with pytest.raises(DataError, match=r"b\.txt has no tokens"):
+            prepare_dataset([tmp_path / "in"], tmp_path / "out", settings)
+    else:
+        assert prepare_dataset([tmp_path / "in"], tmp_path / "out", settings).manifest

@@ -1,10 +1,8 @@
 """Which documents are in which split and shard, in which order: by hashes, works or position."""
 
 import gzip
-import io
 import itertools
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.splits import _bounds, _cut_into_shards
-from data_pipeline.shards.data_commands import excerpts, verify_dataset
+from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
-from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.segments import read_range
 from data_pipeline.tokenizers.training import FIXED_SPLIT
-from tests.data_pipeline.preparation.preparing import ids_of, prepare
+from tests.data_pipeline.preparation.preparing import ids_of, prepare, tokens_of
+from tests.data_pipeline.readers.test_tar import archive, member
+from tests.support.corpus_layouts import write_files
 
 Txl = Callable[..., Any]
 
@@ -46,8 +44,7 @@ def test_a_corpus_of_one_document_is_split_by_its_tokens(
     tokenizer = open_tokenizer(tmp_path / "out")
     texts = {}
     for split in ("train", "valid", "test"):
-        data = open_split(tmp_path / "out", split)
-        ids, _ = read_range(data, 0, data.num_tokens)
+        (ids,) = tokens_of(tmp_path / "out", split)
         texts[split] = tokenizer.decode_bytes(ids)
         assert load_manifest(tmp_path / "out").splits[split].text_bytes == len(texts[split])
     assert b"".join(texts.values()) == raw
@@ -89,35 +86,33 @@ def test_a_recipe_with_its_own_splits_refuses_others_and_more_than_one_document(
 
 def songs(folder: Path, count: int) -> Path:
     """Songs as MidiTok saves them: a file each, with a list of ids for every track."""
-    folder.mkdir()
-    for number in range(count):
-        tracks = [[number, track] * 5 for track in range(1 + number % 3)]
-        (folder / f"song{number:02d}.json").write_text(json.dumps({"ids": tracks}))
-    return folder
+    tracks = ([[number, track] * 5 for track in range(1 + number % 3)] for number in range(count))
+    songs = (json.dumps({"ids": each}) for each in tracks)
+    return write_files(folder, {f"song{n:02d}.json": song for n, song in enumerate(songs)})
 
 
 def tar_of_pages(path: Path, count: int, name: str) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for number in range(count):
-            for page in range(3):
-                raw = f"page {page} of {number}".encode()
-                info = tarfile.TarInfo(f"{name.format(number)}{page:03d}.txt")
-                info.size = len(raw)
-                archive.addfile(info, io.BytesIO(raw))
+    pages = (
+        member(f"{name.format(number)}{page:03d}.txt", f"page {page} of {number}".encode())
+        for number, page in itertools.product(range(count), range(3))
+    )
+    path.write_bytes(archive(*pages))
     return path
 
 
 IDS = {"format": "ids", "vocab_size": 100, "end_of_document": 99}
 
 
-def held_out(out: Path, settings: PrepareSettings, source: Path) -> tuple[list[str], list[str]]:
-    """Ids of the documents of train and valid, and the lines that were printed."""
-    lines: list[str] = []
-    prepare_dataset([source], out, settings, note=lines.append)
-    ids = ids_of(out)
-    assert ids["train"]
-    assert ids["valid"]
-    return [*ids["train"]], [*ids["valid"]]
+def prepared(source: Path, out: Path, **settings: Any) -> dict[str, list[str]]:
+    """Per split, the ids of its documents in order."""
+    prepare_dataset([source], out, PrepareSettings(**settings))
+    return ids_of(out)
+
+
+def held_out(out: Path, source: Path, **settings: Any) -> tuple[list[str], list[str]]:
+    """Ids of the documents of train and valid."""
+    ids = prepared(source, out, split={"valid": 0.3}, **settings)
+    return ids["train"], ids["valid"]
 
 
 def works(ids: list[str], separator: str) -> set[str]:
@@ -125,11 +120,10 @@ def works(ids: list[str], separator: str) -> set[str]:
 
 
 def test_the_tracks_of_a_song_stay_together_unless_asked_otherwise(tmp_path: Path) -> None:
-    source, split = songs(tmp_path / "in", 40), {"valid": 0.3}
-    train, valid = held_out(tmp_path / "by_work", PrepareSettings(split=split, **IDS), source)
+    source = songs(tmp_path / "in", 40)
+    train, valid = held_out(tmp_path / "by_work", source, **IDS)
     assert not works(train, ":") & works(valid, ":")
-    settings = PrepareSettings(split=split, split_by="document", **IDS)
-    train, valid = held_out(tmp_path / "by_document", settings, source)
+    train, valid = held_out(tmp_path / "by_document", source, split_by="document", **IDS)
     assert works(train, ":") & works(valid, ":")
 
 
@@ -147,18 +141,15 @@ def test_members_of_a_tar_with_a_common_stem_stay_together(tmp_path: Path, name:
 
 def test_a_stem_that_all_members_share_is_no_work(tmp_path: Path) -> None:
     source = tar_of_pages(tmp_path / "all.tar", 20, "sample_{:02d}")
-    train, valid = held_out(tmp_path / "out", PrepareSettings(split={"valid": 0.3}), source)
+    train, valid = held_out(tmp_path / "out", source)
     assert len(valid) > 1
     assert len(train) + len(valid) == 60
 
 
 def test_files_stay_together_on_request(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for number in range(20):
-        lines = "".join(f"line {line} of {number}\n" for line in range(3))
-        (tmp_path / "in" / f"{number}.txt").write_text(lines)
-    settings = PrepareSettings(format="lines", split={"valid": 0.3}, split_by="file")
-    train, valid = held_out(tmp_path / "out", settings, tmp_path / "in")
+    files = {f"{n}.txt": "".join(f"line {line} of {n}\n" for line in range(3)) for n in range(20)}
+    source = write_files(tmp_path / "in", files)
+    train, valid = held_out(tmp_path / "out", source, format="lines", split_by="file")
     assert not works(train, ":") & works(valid, ":")
 
 
@@ -187,8 +178,7 @@ def test_one_sequence_of_ids_is_cut_by_position(
     prepare_dataset([source], tmp_path / "out", settings)
     parts = []
     for part, size in (("train", 703), ("valid", 100), ("test", 200)):
-        data = open_split(tmp_path / "out", part)
-        tokens = read_range(data, 0, data.num_tokens)[0].tolist()
+        (tokens,) = tokens_of(tmp_path / "out", part)
         assert tokens[0] == 99
         assert len(tokens) == size + 1
         parts += tokens[1:]
@@ -218,9 +208,7 @@ def write_lines(path: Path, count: int) -> Path:
 
 def test_splits_are_disjoint_and_of_about_the_size_asked_for(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", 3000)
-    split = {"valid": 0.1, "test": 0.02}
-    prepare_dataset([source], tmp_path / "out", PrepareSettings(split=split))
-    ids = ids_of(tmp_path / "out")
+    ids = prepared(source, tmp_path / "out", split={"valid": 0.1, "test": 0.02})
     everything = [*ids["train"], *ids["valid"], *ids["test"]]
     assert len(set(everything)) == len(everything) == 3000
     assert 250 < len(ids["valid"]) < 350
@@ -228,11 +216,11 @@ def test_splits_are_disjoint_and_of_about_the_size_asked_for(tmp_path: Path) -> 
 
 
 def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path: Path) -> None:
-    settings = PrepareSettings(split={"valid": 0.1})
-    for count in (300, 400):
-        source = write_lines(tmp_path / "in.jsonl", count)
-        prepare_dataset([source], tmp_path / f"{count}", settings)
-    small, large = ids_of(tmp_path / "300"), ids_of(tmp_path / "400")
+    split = {"valid": 0.1}
+    small, large = (
+        prepared(write_lines(tmp_path / "in.jsonl", count), tmp_path / f"{count}", split=split)
+        for count in (300, 400)
+    )
     assert set(small["valid"]) <= set(large["valid"])
     assert set(small["train"]) <= set(large["train"])
 
@@ -240,26 +228,24 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path: Path) -> Non
 @pytest.mark.parametrize("count", [3, 4, 7])
 def test_no_split_of_a_tiny_corpus_is_empty(tmp_path: Path, count: int) -> None:
     source = write_lines(tmp_path / "in.jsonl", count)
-    split = {"valid": 0.001, "test": 0.998}
-    prepare_dataset([source], tmp_path / "out", PrepareSettings(split=split))
-    ids = ids_of(tmp_path / "out")
+    ids = prepared(source, tmp_path / "out", split={"valid": 0.001, "test": 0.998})
     assert set(ids) == {"train", "valid", "test"}
     assert sum(map(len, ids.values())) == count
 
 
 def test_more_splits_than_documents_are_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", 2)
-    settings = PrepareSettings(split={"valid": 0.1, "test": 0.1})
     with pytest.raises(DataError, match="2 works or documents cannot fill the splits"):
-        prepare_dataset([source], tmp_path / "out", settings)
+        prepared(source, tmp_path / "out", split={"valid": 0.1, "test": 0.1})
 
 
 def test_a_shuffle_is_a_permutation_that_its_seed_decides(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", 200)
-    orders = {}
-    for name, seed in (("none", None), ("one", 1), ("again", 1), ("two", 2)):
-        prepare_dataset([source], tmp_path / name, PrepareSettings(shuffle=seed))
-        orders[name] = ids_of(tmp_path / name)["train"]
+    seeds = {"none": None, "one": 1, "again": 1, "two": 2}
+    orders = {
+        name: prepared(source, tmp_path / name, shuffle=seed)["train"]
+        for name, seed in seeds.items()
+    }
     assert orders["none"] == [f"in.jsonl:{line}" for line in range(1, 201)]
     assert orders["one"] == orders["again"] != orders["two"] != orders["none"]
     assert sorted(orders["one"]) == sorted(orders["none"])
@@ -271,12 +257,8 @@ def test_a_shuffle_is_a_permutation_that_its_seed_decides(tmp_path: Path) -> Non
 def test_the_hash_behind_splits_and_shuffles_never_changes(tmp_path: Path) -> None:
     """A golden order: datasets prepared by earlier versions must be reproducible by later ones."""
     source = write_lines(tmp_path / "in.jsonl", 12)
-    settings = PrepareSettings(split={"valid": 0.25}, shuffle=5)
-    prepare_dataset([source], tmp_path / "out", settings)
-    lines = {
-        split: [int(id_.split(":")[1]) for id_ in ids]
-        for split, ids in ids_of(tmp_path / "out").items()
-    }
+    ids = prepared(source, tmp_path / "out", split={"valid": 0.25}, shuffle=5)
+    lines = {split: [int(id_.split(":")[1]) for id_ in of_split] for split, of_split in ids.items()}
     assert lines == {"train": [5, 11, 12, 10, 1, 4, 7, 2, 9], "valid": [8, 3, 6]}
 
 
@@ -307,25 +289,13 @@ def test_dedup_moves_no_document_to_another_split_or_place(
     lines = [f'{{"text": "number {n if n % 3 else n // 4}"}}\n' for n in range(600)]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(lines))
-    texts = {}
-    for dedup in ("none", "exact"):
-        settings = PrepareSettings(split={"valid": 0.2, "test": 0.1}, shuffle=shuffle, dedup=dedup)
-        prepare_dataset([source], tmp_path / dedup, settings)
-        texts[dedup] = ids_of(tmp_path / dedup)
+    options = {"split": {"valid": 0.2, "test": 0.1}, "shuffle": shuffle}
+    texts = {
+        dedup: prepared(source, tmp_path / dedup, dedup=dedup, **options)
+        for dedup in ("none", "exact")
+    }
     firsts = {f"in.jsonl:{lines.index(line) + 1}" for line in lines}
     assert 350 < len(firsts) < 550
     assert texts["exact"] == {
         split: [id_ for id_ in ids if id_ in firsts] for split, ids in texts["none"].items()
     }
-
-
-def test_of_documents_with_the_same_text_the_first_in_input_order_stays(tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    texts = ["a", "b", "a", "c", "b", "a "]
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    out = tmp_path / "out"
-    done = prepare_dataset([source], out, PrepareSettings(dedup="exact"))
-    shown = excerpts(out, documents=9)
-    assert [excerpt.document_id for excerpt in shown] == [f"in.jsonl:{n}" for n in (1, 2, 4, 6)]
-    assert (done.manifest.input.documents, done.manifest.input.duplicates) == (6, 2)
-    assert prepare_dataset([source], out, PrepareSettings(dedup="exact")).already_complete

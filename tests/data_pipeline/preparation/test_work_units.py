@@ -17,12 +17,15 @@ from data_pipeline.preparation.work_units import run_unit, tokenize_document
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest
-from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.segments import read_range
 from data_pipeline.system.workers import ProcessWorkers
-from data_pipeline.tokenizers import train_tokenizer
-from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
-from tests.data_pipeline.preparation.preparing import Backwards, compressed, files_of, prepare
+from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from tests.data_pipeline.preparation.preparing import (
+    Backwards,
+    compressed,
+    files_of,
+    prepare,
+    tokens_of,
+)
 from tests.data_pipeline.tokenizers.sample_tokenizers import with_unknown_as_only_special
 
 
@@ -82,15 +85,14 @@ def test_a_giant_run_of_blanks_is_tokenized(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = PrepareSettings(tokenizer="file")
     prepare_dataset([tmp_path / "in.txt"], out, options, tokenizer_file=tmp_path / "tokenizer.json")
-    data = open_split(out, "train")
-    ids, _ = read_range(data, 0, data.num_tokens)
-    assert tokenizer.decode(ids) == text
+    assert [tokenizer.decode(ids) for ids in tokens_of(out)] == [text]
 
 
 def test_a_document_that_holds_the_end_of_document_token_is_refused_by_name() -> None:
     content = json.loads(with_unknown_as_only_special("bpe").to_str())
-    description = {"type": "file", "end_of_document": 0, "tokenizer": content}
-    tokenizer = PretrainedTokenizer.from_description(description)
+    tokenizer = load_tokenizer(
+        {"type": "file", "version": 1, "end_of_document": 0, "tokenizer": content}
+    )
     assert len(list(tokenize_document(tokenizer, ["the cat sat"], document_id="a.txt"))) == 2
     with pytest.raises(DataError, match=r"b\.txt contains text .* end-of-document token, id 0"):
         list(tokenize_document(tokenizer, ["the cat 漢 sat"], document_id="b.txt"))

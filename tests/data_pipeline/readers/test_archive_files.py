@@ -24,15 +24,20 @@ from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
 from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import STAGING
-from tests.data_pipeline.preparation.preparing import StopsAfter
-from tests.data_pipeline.readers.reading import kinds_of, one_file, read, rejects, texts
-from tests.support.corpus_layouts import ARCHIVE_SUFFIXES, LAYOUTS, Layout, pack
+from tests.data_pipeline.preparation.preparing import files_of, stop_after
+from tests.data_pipeline.readers.reading import (
+    kinds_of,
+    one_file,
+    only_reject,
+    read,
+    rejects,
+    texts,
+)
+from tests.data_pipeline.readers.test_tar import archive as tar_of
+from tests.data_pipeline.readers.test_tar import member
+from tests.support.corpus_layouts import ARCHIVE_SUFFIXES, LAYOUTS, Layout, pack, write_files
 
 BYTES = PrepareSettings()
-
-
-def content_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 def find(archive: Path | str, folder: Path, format: str = "auto") -> InputFiles:
@@ -44,7 +49,7 @@ def find(archive: Path | str, folder: Path, format: str = "auto") -> InputFiles:
 
 def prepared(source: Path | str, out: Path, settings: PrepareSettings = BYTES) -> dict[str, bytes]:
     prepare_dataset([source], out, settings)
-    return content_of(out)
+    return files_of(out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -58,18 +63,15 @@ def test_an_archive_gives_the_dataset_of_its_unpacked_folder(
         lines: list[str] = []
         out = tmp_path / f"out{suffix}"
         prepare_dataset([archive], out, layout.settings, note=lines.append)
-        assert content_of(out) == unpacked, suffix
+        assert files_of(out) == unpacked, suffix
         assert any(layout.printed in line for line in lines), lines
 
 
 @pytest.mark.parametrize("suffix", ARCHIVE_SUFFIXES)
 def test_every_kind_of_archive_is_read(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "in" / "train").mkdir(parents=True)
-    (tmp_path / "in" / "test").mkdir()
-    (tmp_path / "in" / "train" / "a").write_text('{"text": "one"}\n{"text": "two"}\n')
-    (tmp_path / "in" / "test" / "é.txt").write_text("zwei é")
-    (tmp_path / "in" / "test" / ".hidden").write_text("no")
-    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}", top="c")
+    lines = '{"text": "one"}\n{"text": "two"}\n'
+    files = {"train/a": lines, "test/é.txt": "zwei é", "test/.hidden": "no"}
+    archive = pack(write_files(tmp_path / "in", files), tmp_path / f"c{suffix}", top="c")
     assert prepared(archive, tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2")
     for number, address in enumerate(("test", "t*t/*.txt", "train/a")):
         chosen = prepared(f"{archive}/{address}", tmp_path / f"3-{number}")
@@ -80,9 +82,7 @@ def test_every_kind_of_archive_is_read(tmp_path: Path, suffix: str) -> None:
 
 def test_the_only_file_of_an_archive_is_read_like_a_file(tmp_path: Path) -> None:
     text = random.Random(0).randbytes(3000).hex()[:4000] + "é" * 500
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "enwik8").write_text(text)
-    archive = pack(tmp_path / "in", tmp_path / "enwik8.zip")
+    archive = pack(write_files(tmp_path / "in", {"enwik8": text}), tmp_path / "enwik8.zip")
     settings = PrepareSettings(recipe="enwik8")
     unpacked = prepared(tmp_path / "in" / "enwik8", tmp_path / "1", settings)
     assert prepared(archive, tmp_path / "2", settings) == unpacked
@@ -91,17 +91,8 @@ def test_the_only_file_of_an_archive_is_read_like_a_file(tmp_path: Path) -> None
 
 
 def names_in_tar(*names: str, folders: tuple[str, ...] = ()) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as packed:
-        for folder in folders:
-            info = tarfile.TarInfo(folder)
-            info.type = tarfile.DIRTYPE
-            packed.addfile(info)
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = 2
-            packed.addfile(info, io.BytesIO(b"{}"))
-    return content.getvalue()
+    entries = (member(folder, b"", type=tarfile.DIRTYPE) for folder in folders)
+    return tar_of(*entries, *(member(name, b"{}") for name in names))
 
 
 LM1B = ("c/training-monolingual/news.en-00001-of-00100", "c/training-monolingual/news.en-00002")
@@ -155,8 +146,7 @@ def test_bz2_and_xz_are_decompressed_to_their_end_or_refused(
             path.write_bytes(whole[:size])
             assert isinstance(read(one_file(path))[-1], Reject), size
     path.write_bytes(whole + b"x")
-    (reject,) = read(one_file(path))
-    assert "stream" in str(reject)
+    assert "stream" in only_reject(path).reason
 
 
 def test_a_bomb_and_a_dictionary_of_any_size_are_refused(
@@ -165,8 +155,7 @@ def test_a_bomb_and_a_dictionary_of_any_size_are_refused(
     monkeypatch.setattr("data_pipeline.system.sources.MIN_BYTES", 2**20)
     path = tmp_path / "a.txt.bz2"
     path.write_bytes(bz2.compress(b"x" * 2**23))
-    (reject,) = read(one_file(path))
-    assert "refused as a decompression bomb" in str(reject)
+    assert "refused as a decompression bomb" in only_reject(path).reason
     path = tmp_path / "a.txt.xz"
     raw = bytearray(lzma.compress(b"text"))
     header = slice(12, 12 + 4 * (raw[12] + 1) - 4)  # of the block, without its checksum
@@ -174,11 +163,8 @@ def test_a_bomb_and_a_dictionary_of_any_size_are_refused(
     raw[at] = 2 * (28 - 12)  # a dictionary of 2**28 bytes
     raw[header.stop : header.stop + 4] = struct.pack("<I", zlib.crc32(raw[header]))
     path.write_bytes(raw)
-    (reject,) = read(one_file(path))
-    assert "damaged xz stream: Memory usage limit exceeded" in str(reject)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a").write_bytes(b"x" * 2**23)
-    archive = pack(tmp_path / "in", tmp_path / "in.zip")
+    assert "damaged xz stream: Memory usage limit exceeded" in only_reject(path).reason
+    archive = pack(write_files(tmp_path / "in", {"a": b"x" * 2**23}), tmp_path / "in.zip")
     monkeypatch.setattr("data_pipeline.system.sources.MAX_RATIO", 100)
     with pytest.raises(DataError, match=r"in\.zip: it expands to .* decompression bomb"):
         find(archive, tmp_path)
@@ -212,16 +198,8 @@ def with_wrong_size(content: bytes) -> bytes:
     return bytes(raw)
 
 
-def in_tar(name: str, **fields: object) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as packed:
-        for each, values in (("sub/a.en.1", {}), (name, fields)):
-            info = tarfile.TarInfo(each)
-            info.size = 0 if values else 4
-            for key, value in values.items():
-                setattr(info, key, value)
-            packed.addfile(info, io.BytesIO(b"text"))
-    return file.getvalue()
+def in_tar(name: str, content: bytes = b"text", **fields: object) -> bytes:
+    return tar_of(member("sub/a.en.1", b"text"), member(name, content, **fields))
 
 
 def in_zips(*names: str) -> bytes:
@@ -254,7 +232,7 @@ HOSTILE = {
     "parent.tar": (lambda: in_tar("../a.en.2"), r"\.\./a\.en\.2 is a path that leaves"),
     "nested.tar.gz": (lambda: gzip.compress(in_tar("b.zip")), r"it holds the archive b\.zip"),
     "link.tar": (
-        lambda: in_tar("b.en.2", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        lambda: in_tar("b.en.2", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
         r"member b\.en\.2 is a link or a device",
     ),
 }  # fmt: skip
@@ -264,9 +242,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_archive_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     content, reason = HOSTILE[name]
-    path = tmp_path / "in" / name
-    path.parent.mkdir()
-    path.write_bytes(content())
+    path = write_files(tmp_path / "in", {name: content()}) / name
     with pytest.raises(DataError, match=f"{name}: .*{reason}") as error:
         prepare_dataset([path], tmp_path / "out", BYTES)
     assert error.value.exit_code == 3
@@ -278,11 +254,9 @@ def test_a_hostile_archive_is_refused_before_anything_is_written(tmp_path: Path,
 def test_an_archive_cut_or_damaged_anywhere_is_refused_or_read_completely(
     tmp_path: Path, suffix: str
 ) -> None:
-    (tmp_path / "in" / "train").mkdir(parents=True)
     rng = random.Random(1)
-    for name in ("train/a.en", "train/b.en", "valid"):
-        (tmp_path / "in" / name).write_text(rng.randbytes(300).hex())
-    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    files = {name: rng.randbytes(300).hex() for name in ("train/a.en", "train/b.en", "valid")}
+    archive = pack(write_files(tmp_path / "in", files), tmp_path / f"c{suffix}")
     whole = archive.read_bytes()
 
     def documents() -> list[str] | None:
@@ -313,28 +287,23 @@ def test_an_archive_cut_or_damaged_anywhere_is_refused_or_read_completely(
 
 
 def test_what_was_unpacked_is_removed_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for number in range(30):
-        (tmp_path / "in" / f"{number}.en").write_text(f"text {number}" * 50)
+    write_files(tmp_path / "in", {f"{n}.en": f"text {n}" * 50 for n in range(30)})
     archive, out = pack(tmp_path / "in", tmp_path / "c.tar.gz"), tmp_path / "out"
     settings = PrepareSettings(shard_bytes=2000)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_dataset([archive], out, settings, workers=StopsAfter(5))
+    stop_after(5, archive, out, 2**26, settings=settings)
     assert [path.name for path in out.iterdir()] == [STAGING]
     (out / UNPACKED / "0").mkdir(parents=True)  # as a killed run leaves it
     with pytest.raises(DataError, match="no such file or folder"):
         prepare_dataset([tmp_path / "typo.tar.gz"], out, settings)
     assert [path.name for path in out.iterdir()] == [STAGING], "bad input costs no finished work"
     assert prepare_dataset([archive], out, settings).reused_units == 5
-    assert content_of(out) == prepared(tmp_path / "in", tmp_path / "2", settings)
+    assert files_of(out) == prepared(tmp_path / "in", tmp_path / "2", settings)
 
 
 def test_a_full_disk_while_an_archive_is_unpacked_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.en").write_text("text")
-    archive = pack(tmp_path / "in", tmp_path / "c.zip")
+    archive = pack(write_files(tmp_path / "in", {"a.en": "text"}), tmp_path / "c.zip")
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -348,11 +317,8 @@ def test_a_full_disk_while_an_archive_is_unpacked_is_explained(
 def test_an_archive_at_a_url_gives_the_same_dataset(
     tmp_path: Path, bucket: Any, suffix: str
 ) -> None:
-    (tmp_path / "in" / "train").mkdir(parents=True)
-    (tmp_path / "in" / "test").mkdir()
-    for name in ("train/a.en", "train/b.en", "test/c.en"):
-        (tmp_path / "in" / name).write_text(f"text of {name}")
-    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    files = {name: f"text of {name}" for name in ("train/a.en", "train/b.en", "test/c.en")}
+    archive = pack(write_files(tmp_path / "in", files), tmp_path / f"c{suffix}")
     bucket.pipe(f"bucket/{archive.name}", archive.read_bytes())
     remote = prepared(f"s3://bucket/{archive.name}", tmp_path / "1")
     assert remote == prepared(tmp_path / "in", tmp_path / "2")

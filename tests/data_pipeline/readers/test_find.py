@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.readers import Reject
 from tests.data_pipeline.readers.reading import find, kinds_of, one_file, read, texts
+from tests.support.corpus_layouts import write_files
 
 LINES = [f"line {number}" for number in range(50)]
 JSONL = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in LINES)
@@ -23,13 +23,10 @@ def names(*inputs: object, format: str = "auto", out: Path = Path("/nowhere")) -
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("a.jsonl", "b.txt", "one/c.jsonl", "one/two/d.jsonl.gz", "x.jsonl/e.txt"):
-        path = tmp_path / "tree" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
-    (tmp_path / "tree" / ".hidden.jsonl").write_bytes(b"")
-    (tmp_path / "tree" / "one" / "up").symlink_to(tmp_path / "tree")
-    return tmp_path / "tree"
+    files = ("a.jsonl", "b.txt", "one/c.jsonl", "one/two/d.jsonl.gz", "x.jsonl/e.txt")
+    folder = write_files(tmp_path / "tree", dict.fromkeys((*files, ".hidden.jsonl"), b""))
+    (folder / "one" / "up").symlink_to(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -63,9 +60,8 @@ def test_a_pattern_is_relative_to_here_and_a_file_of_that_name_goes_first(
 
 
 def test_braces_stand_for_what_a_shell_would_make_of_them(tmp_path: Path) -> None:
-    for name in ("s-008.txt", "s-009.txt", "s-010.txt", "a/x.txt", "b/y.txt", "{c}.txt", "{1,2}"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
+    files = ("s-008.txt", "s-009.txt", "s-010.txt", "a/x.txt", "b/y.txt", "{c}.txt", "{1,2}")
+    write_files(tmp_path, dict.fromkeys(files, ""))
     assert names(tmp_path / "s-{008..010}.txt") == ["s-008.txt", "s-009.txt", "s-010.txt"]
     assert names(f"file://{tmp_path}/s-0{{10,09}}.txt") == ["s-010.txt", "s-009.txt"]
     assert names(tmp_path / "{a,b}" / "*.txt") == ["x.txt", "y.txt"]
@@ -84,11 +80,9 @@ def test_an_empty_input_is_not_the_current_folder() -> None:
 def test_files_of_the_same_name_in_several_inputs_have_longer_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = [tmp_path / "in" / name for name in ("AA/wiki_00", "AA/wiki_01", "AB/c/wiki_00")]
-    for path in inputs:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
     expected = ["AA/wiki_00", "AA/wiki_01", "AB/c/wiki_00"]
+    write_files(tmp_path / "in", dict.fromkeys(expected, ""))
+    inputs = [tmp_path / "in" / name for name in expected]
     assert names(*inputs) == expected
     assert names(tmp_path / "in" / "AA", tmp_path / "in" / "AB" / "c") == expected
     assert names(inputs[0], inputs[1]) == ["wiki_00", "wiki_01"], "as before, if they differ"
@@ -121,8 +115,7 @@ def test_auto_decides_by_suffix_below_compression_and_says_what_it_chose(tmp_pat
         "j.txt": ("text", TITLE),
         "k": ("text", b""),
     }
-    for name, (_, content) in contents.items():
-        (tmp_path / name).write_bytes(content)
+    write_files(tmp_path, {name: content for name, (_, content) in contents.items()})
     (tmp_path / "l.tar.gz").write_bytes(b"")
     input_files = find(tmp_path)
     assert {file.name: file.kind for file in input_files.files} == {
@@ -195,5 +188,4 @@ def test_keys_patterns_and_failures_of_s3(bucket: Any) -> None:
         one_file("s3://bucket/nothing")
     bucket.rm("bucket/x/a.jsonl")
     (reject,) = read(file)
-    assert isinstance(reject, Reject)
-    assert "cannot be read" in reject.reason
+    assert "cannot be read" in str(reject)

@@ -15,7 +15,15 @@ import zstandard
 
 from data_pipeline.errors import DataError
 from data_pipeline.readers import IdRules, Reject
-from tests.data_pipeline.readers.reading import find, kinds_of, one_file, read, texts
+from tests.data_pipeline.readers.reading import (
+    find,
+    kinds_of,
+    one_file,
+    only_reject,
+    read,
+    texts,
+)
+from tests.support.corpus_layouts import write_files
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -95,12 +103,8 @@ def test_a_format_that_is_asked_for_takes_every_compression_of_its_files(
 
 
 def test_prepare_says_what_every_suffix_is_read_as(txl: Callable[..., Any], tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.json").write_bytes(LINES)
-    (folder / "b.json.gz").write_bytes(gzip.compress(LINES))
-    (folder / "c.txt").write_text("text")
-    (folder / "d").write_text("text")
+    files = {"a.json": LINES, "b.json.gz": gzip.compress(LINES), "c.txt": "text", "d": "text"}
+    folder = write_files(tmp_path / "in", files)
     ended = txl("prepare", folder, "--out", tmp_path / "out")
     assert ended.code == 0, ended.err
     summary = "read as jsonl: 1 .json, 1 .json.gz; text: 1 .txt, 1 without suffix"
@@ -136,9 +140,7 @@ NO_JSON_LINES = {
 
 
 def test_json_lines_are_recognised_by_content_under_other_names(tmp_path: Path) -> None:
-    for name, content in {**OTHER_NAMES, **NO_JSON_LINES}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
+    write_files(tmp_path, OTHER_NAMES | NO_JSON_LINES)
     kinds = {file.name: file.kind for file in find(tmp_path).files}
     assert kinds == dict.fromkeys(OTHER_NAMES, "jsonl") | dict.fromkeys(NO_JSON_LINES, "text")
     for address in (tmp_path, tmp_path / "**"):
@@ -171,9 +173,7 @@ TEXT = {
 
 
 def test_files_that_are_binary_are_not_read_as_text(tmp_path: Path) -> None:
-    for name, content in {**BINARY, **TEXT}.items():
-        (tmp_path / name).write_bytes(content)
-    files = find(tmp_path).files
+    files = find(write_files(tmp_path, BINARY | TEXT)).files
     kinds = {file.name: file.kind for file in files}
     assert kinds == dict.fromkeys(BINARY, "binary") | dict.fromkeys(TEXT, "text")
     for file in files:
@@ -202,17 +202,13 @@ def test_ids_that_are_read_as_text_are_answered_by_the_options_for_ids(
 ) -> None:
     raw = bytes(range(256)) * 2
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-    (reject,) = read(one_file(tmp_path / name))
-    assert isinstance(reject, Reject)
-    assert "give --format ids --vocab-size" in reject.reason
-    assert "UTF-16" not in reject.reason
+    reason = only_reject(tmp_path / name).reason
+    assert "give --format ids --vocab-size" in reason
+    assert "UTF-16" not in reason
 
 
 def test_binary_files_are_refused_by_name(txl: Callable[..., Any], tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.pdf").write_bytes(BINARY["a.pdf"])
-    (folder / "b.txt").write_text("text")
+    folder = write_files(tmp_path / "in", {"a.pdf": BINARY["a.pdf"], "b.txt": "text"})
     ended = txl("prepare", folder, "--out", tmp_path / "out")
     assert ended.code == 3
     assert "\n  a.pdf:" in ended.err
@@ -236,10 +232,7 @@ def test_an_input_that_would_be_misread_is_refused_with_what_to_do(
     tmp_path: Path, name: str, content: bytes, instead: str
 ) -> None:
     """Also in a folder, where unknown files are ignored. As ids, the headers of llm.c are valid."""
-    (tmp_path / "in" / name).parent.mkdir(parents=True)
-    (tmp_path / "in" / name).write_bytes(content)
-    if name == "b.bin":
-        (tmp_path / "in" / "b.idx").write_bytes(b"MMIDIDX\0\0")
+    write_files(tmp_path / "in", {name: content})
     ids = IdRules(2**16, 0, "<u2") if ".bin" in name else None
     for address in (tmp_path / "in", tmp_path / "in" / name):
         place = re.escape(f"{tmp_path}/in/{name}")

@@ -15,18 +15,11 @@ from data_pipeline.readers.split_names import split_of_words, splits_of_names
 from tests.data_pipeline.preparation.preparing import texts_of
 from tests.data_pipeline.readers.reading import find
 from tests.data_pipeline.readers.test_columns import column
+from tests.support.corpus_layouts import write_files
 
 
 def arrow(*texts: str) -> bytes:
     return column(pa.array(texts))
-
-
-def write(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder
 
 
 def lines(*contents: object) -> bytes:
@@ -50,14 +43,6 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], dict[str, str], dict[str, int]]] = {
         {"books/10.txt": b"one", "books/9.txt": b"two", "metadata.csv": b"10,A title,1850,url\n"},
         {"books/10.txt": "one", "books/9.txt": "two"},
         {"metadata.csv": 1},
-    ),
-    "WikiExtractor": (
-        {
-            "AA/wiki_00": lines({"id": "1", "text": "one"}, {"id": "2", "text": "two"}),
-            "AB/wiki_00": lines({"id": "3", "text": "three"}),
-        },
-        {"AA/wiki_00:1": "one", "AA/wiki_00:2": "two", "AB/wiki_00:1": "three"},
-        {},
     ),
     "unfinished files and marks of programs": (
         {
@@ -92,7 +77,7 @@ def test_the_documents_of_a_layout_are_its_texts(
     texts: dict[str, str],
     ignored: dict[str, int],
 ) -> None:
-    folder = write(tmp_path / "in", files)
+    folder = write_files(tmp_path / "in", files)
     ended = txl("prepare", folder, "--out", tmp_path / "out", "--json")
     assert ended.code == 0, ended.err
     assert texts_of(tmp_path / "out") == texts
@@ -101,7 +86,7 @@ def test_the_documents_of_a_layout_are_its_texts(
 
 def test_the_cache_of_the_hub_is_read_once(tmp_path: Path) -> None:
     hub = tmp_path / "hub" / "datasets--a--b"
-    write(hub, {"blobs/0a": lines({"text": "one"}, {"text": "two"}), "refs/main": b"12"})
+    write_files(hub, {"blobs/0a": lines({"text": "one"}, {"text": "two"}), "refs/main": b"12"})
     parquet.write_table(pa.table({"text": ["three"]}), hub / "blobs" / "0b")
     (hub / "snapshots" / "12").mkdir(parents=True)
     for name, blob in (("a.jsonl", "0a"), ("b.parquet", "0b")):

@@ -9,11 +9,9 @@ import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import PrepareSettings
-from tests.data_pipeline.preparation.preparing import texts_of
+from tests.data_pipeline.preparation.preparing import texts_of, tokens_of
 from tests.data_pipeline.preparation.test_prepare_ids import SETTINGS as IDS
-from tests.data_pipeline.preparation.test_prepare_ids import tokens_of
-from tests.data_pipeline.readers.id_inputs import END, WRITERS
-from tests.data_pipeline.readers.reading import find, one_file, read, texts
+from tests.data_pipeline.readers.reading import END, WRITERS, find, one_file, read, texts
 from tests.data_pipeline.readers.test_columns import TABLE, VALUES
 from tests.data_pipeline.readers.test_tar import GOOD, archive
 

@@ -1,10 +1,8 @@
 """WebDatasets as input: samples are documents, and a hostile archive is refused by name."""
 
 import gzip
-import io
 import json
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,19 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import Reject
 from data_pipeline.shards.manifest import PrepareSettings
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, texts_of
-from tests.data_pipeline.readers.id_inputs import RULES
 from tests.data_pipeline.readers.reading import (
+    RULES,
     Document,
     Records,
     find,
     kinds_of,
+    npy,
     one_file,
     read,
     rejects,
     texts,
 )
 
-Info = Callable[[tarfile.TarInfo], object]
 PADDING = b"\0" * 1024
 
 
@@ -112,12 +110,6 @@ def test_the_text_key_selects_the_member(tmp_path: Path) -> None:
     assert 'key a: no key "body"; keys seen: caption' in str(reject)
 
 
-def npy(array: object) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)  # type: ignore[arg-type]
-    return file.getvalue()
-
-
 def test_samples_of_token_ids(tmp_path: Path) -> None:
     path = tmp_path / "in.tar"
     path.write_bytes(
@@ -142,10 +134,6 @@ def test_samples_of_token_ids(tmp_path: Path) -> None:
         assert reason in reject.reason
     with_key = read(one_file(path, "ids", RULES), text_key="tokens.npy")
     assert keys(with_key) == ["c"]
-
-
-def sparse(info: tarfile.TarInfo) -> None:
-    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
 
 
 BIG = tarfile.TarInfo("big.txt")

@@ -8,6 +8,7 @@ from pyarrow import parquet
 
 from data_pipeline.readers import InputFile, Reject
 from tests.data_pipeline.readers.reading import find, one_file, read, texts
+from tests.data_pipeline.readers.test_columns import FILES
 
 WIKI = (
     " \n = First = \n \n words of it \n = = A section = = \n more \n"
@@ -61,11 +62,7 @@ def write_shards(folder: Path, split: str, text: str, *, shards: int, suffix: st
     for number in range(shards):
         table = pa.table({"text": rows[number * size : (number + 1) * size]})
         path = folder / f"{split}-{number:05}-of-{shards:05}{suffix}"
-        if suffix == ".parquet":
-            parquet.write_table(table, path, row_group_size=5)
-        else:
-            with pa.ipc.new_stream(str(path), table.schema) as writer:
-                writer.write_table(table, max_chunksize=4)
+        path.write_bytes(FILES[f"in{suffix}"](table))
 
 
 def found_in(folder: Path, *, is_wikitext: bool = True, text_key: str = "text") -> list[InputFile]:

@@ -7,26 +7,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.shards.manifest import PrepareSettings
-from data_pipeline.tokenizers import (
-    train_tokenizer,
-)
+from data_pipeline.tokenizers import train_tokenizer
 from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 
 CHAR, WORD = PrepareSettings(tokenizer="char"), PrepareSettings(tokenizer="word")
-
-
 LM1B = PrepareSettings(tokenizer="word", recipe="lm1b", min_freq=1)
-
-
-LINES = " the cat <eos> sat \n\n\tthe  mat <unk>\r\nthe end\n"
-
-
 SETTINGS = PrepareSettings(tokenizer="bpe", vocab_size=500)
-
-
 FILE = PrepareSettings(tokenizer="file")
-
-
+LINES = " the cat <eos> sat \n\n\tthe  mat <unk>\r\nthe end\n"
 SAMPLE = [
     "The quick brown fox's den isn't far; they'll be back by 1984.\n\n    indented  text\r\n" * 5,
     "潮は満ちる. السلام عليكم. aaaaaaaaaaaaaaa 👩‍👩‍👧 naïve <|endoftext|>" * 4,

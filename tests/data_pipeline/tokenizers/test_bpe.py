@@ -21,7 +21,10 @@ from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, SETTINGS, T
 
 
 @given(
-    st.text() | st.sampled_from(HARD_STRINGS) | st.text(alphabet="ae \n't19!\u00a0\u2028\u1680\x1c")
+    st.text()
+    | st.sampled_from(HARD_STRINGS)
+    | st.sampled_from([part for text in SAMPLE for part in text.split("\n")])
+    | st.text(alphabet="ae \n't19!\u00a0\u2028\u1680\x1c\u088f\U00010940\u0c5c")
 )
 def test_any_text_comes_back_with_the_ids_of_the_library(text: str) -> None:
     ids = TOKENIZER.encode(text)
@@ -38,10 +41,6 @@ def test_vocabulary_and_end_of_document_are_as_asked_for() -> None:
     assert TOKENIZER.token_bytes()[499] == 0
     assert TOKENIZER.decode([499, *TOKENIZER.encode("a b"), 499]) == "a b"
     assert TOKENIZER.encode("x").dtype == "<u2"
-    with pytest.raises(UnicodeEncodeError, match="surrogates"):
-        TOKENIZER.encode("a\ud800b")
-    with pytest.raises(ValueError, match="500"):
-        TOKENIZER.decode([500])
 
 
 def test_training_again_gives_the_same_digest() -> None:

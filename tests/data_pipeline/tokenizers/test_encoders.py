@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizers import encoders, load_tokenizer
 from data_pipeline.tokenizers.bpe import bpe_of_counts, count_words
-from data_pipeline.tokenizers.decoding import BYTE_OF
 from data_pipeline.tokenizers.encoders import (
+    BYTE_OF,
     CHARACTERS_OF_EARLIER_VERSIONS,
     OTHER_CLASS,
     GigatokenEncoder,
@@ -31,7 +31,6 @@ from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, TOKENIZER, 
 
 CONTEXTS = "{0}\na{0}a\n1{0}1\n {0} {0}  {0}\n!{0}!\n{0}{0}\n"
 """A character at the start, after and before a letter, digit, blank, mark and itself."""
-PARTS = [part for text in SAMPLE for part in text.split("\n")]
 
 
 def revealing() -> tuple[GigatokenEncoder, tokenizers.Tokenizer]:
@@ -77,21 +76,6 @@ def test_the_ends_of_all_ranges_that_differ_are_right() -> None:
         text = CONTEXTS.format(character)
         assert differs(text) == bool(OTHER_CLASS.match(character)), hex(ord(character))
     assert not differs(CHARACTERS_OF_EARLIER_VERSIONS)
-
-
-@given(
-    texts=st.lists(
-        st.text()
-        | st.sampled_from(PARTS)
-        | st.text(alphabet="ae '1!\n\u00a0\u2028\u088f\U00010940\u0c5c", max_size=20),
-        max_size=4,
-    )
-)
-def test_every_text_has_the_ids_of_the_library_alone_and_in_a_batch(texts: list[str]) -> None:
-    expected = [TOKENIZER.library_ids(text) for text in texts]
-    assert [TOKENIZER.encode(text).tolist() for text in texts] == expected
-    tokens, lengths = TOKENIZER.encode_batch(texts)
-    assert (tokens.tolist(), lengths.tolist()) == ([*chain(*expected)], [*map(len, expected)])
 
 
 def real_documents(number: int) -> Iterator[str]:

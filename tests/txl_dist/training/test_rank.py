@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_spec, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (

@@ -58,7 +58,7 @@ from data_pipeline.tokenizers.loading import differences
 from txl_dist.analysis.windows import WindowScorer, measure_losses, sample_positions
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.evaluation.bootstrap import LEVEL, Resampling, interval, plan_resampling, resamples
+from txl_dist.evaluation.breakdown import LEVEL, Resampling, interval, plan_resampling, resamples
 from txl_dist.evaluation.result import Subject
 from txl_dist.evaluation.spec import EvaluationSpec
 

@@ -16,6 +16,7 @@ from data_pipeline.system.files import (
 )
 from txl_dist.cli.options import (
     CHECKPOINT_HELP,
+    TOKENS,
     AsJson,
     MemLen,
     TgtLen,
@@ -23,10 +24,11 @@ from txl_dist.cli.options import (
     listed_names,
     open_workers,
     path_argument,
+    running,
     staged_output,
     stoppable,
+    work_progress,
 )
-from txl_dist.cli.progress import TOKENS, running, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,21 +18,21 @@ from txl_dist.cli.options import (
     EvaluationData,
     MemLen,
     TgtLen,
+    WorkUnit,
     checkpoint_path,
     listed_names,
     path_argument,
     print_table,
     staged_output,
     whole_numbers,
+    work_progress,
 )
-from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.eval_speed import SpeedRow
+    from txl_dist.analysis.bench import RecallResult, SpeedRow
     from txl_dist.analysis.plots import Figure
-    from txl_dist.analysis.recall import RecallResult
     from txl_dist.analysis.recl import ReclReport
     from txl_dist.evaluation.spec import EvaluationSpec
     from txl_dist.model.transformer_xl import TransformerXL
@@ -280,7 +280,7 @@ def eval_speed(
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
-    from txl_dist.analysis.eval_speed import bench_eval_speed
+    from txl_dist.analysis.bench import bench_eval_speed
     from txl_dist.runtime.device import default_device
 
     lengths = whole_numbers("--attention-length", attention_length)
@@ -314,7 +314,7 @@ def eval_speed(
 
 
 def _print_speed(row: "SpeedRow") -> None:
-    from txl_dist.analysis.eval_speed import MAX_SHARE
+    from txl_dist.analysis.bench import MAX_SHARE
 
     cells = (
         *(f"{row.attention_length:,}", row.tgt_len, f"{row.ms_per_token_window:,.1f}"),
@@ -328,7 +328,7 @@ def _print_speed(row: "SpeedRow") -> None:
 
 def _model_to_time(checkpoint: Path | None) -> "TransformerXL":
     """The model of a checkpoint or a random one; the benchmark chooses the memory."""
-    from txl_dist.analysis.eval_speed import MODEL
+    from txl_dist.analysis.bench import MODEL
     from txl_dist.convert.stored_model import find_model
     from txl_dist.model.transformer_xl import TransformerXL
 
@@ -355,7 +355,7 @@ def recall(
 
     Example: txl bench recall runs/quickstart --distances 16,64,256
     """
-    from txl_dist.analysis.recall import CUE, NUM_SEQUENCES, SPAN, measure_recall
+    from txl_dist.analysis.bench import CUE, NUM_SEQUENCES, SPAN, measure_recall
     from txl_dist.analysis.windows import UNLIMITED, WindowScorer
     from txl_dist.convert.stored_model import find_model
     from txl_dist.runtime.device import default_device

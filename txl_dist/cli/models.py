@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result
-from txl_dist.cli.progress import running
+from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result, running
 from txl_dist.convert import MAX_POSITIONS, require_source
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import Sampling, TextLimits, read_prompts, stream_text
@@ -183,7 +182,7 @@ def import_(
     Example: txl import downloads/Qwen3-0.6B --out models/qwen3
     """
     require_source(source)  # before torch is imported
-    from txl_dist.convert.other_programs import read_model
+    from txl_dist.convert.original_model import read_model
     from txl_dist.convert.stored_model import write_exported
 
     found = read_model(source)

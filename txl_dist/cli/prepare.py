@@ -12,6 +12,7 @@ from data_pipeline.errors import ConfigError, printable
 from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import (
+    MIB,
     AsJson,
     NumWorkers,
     On,
@@ -19,8 +20,8 @@ from txl_dist.cli.options import (
     path_argument,
     require_local,
     stoppable,
+    work_progress,
 )
-from txl_dist.cli.progress import MIB, work_progress
 
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport

@@ -21,7 +21,7 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from txl_dist.doctor.checks import DoctorRequest, Finding
+    from txl_dist.launch.doctor import DoctorRequest, Finding
 
 
 class ProcessLauncher(Launcher):
@@ -63,7 +63,7 @@ class ProcessLauncher(Launcher):
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
         """Check this machine."""
-        from txl_dist.doctor.checks import check_this_machine
+        from txl_dist.launch.doctor import check_this_machine
 
         return check_this_machine(request)
 

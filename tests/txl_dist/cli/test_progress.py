@@ -18,8 +18,8 @@ from data_pipeline.system.workers import InProcess
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT, wait_until
-from txl_dist.cli import progress
-from txl_dist.cli.progress import MIB, TOKENS, WorkUnit, _Work
+from txl_dist.cli import options
+from txl_dist.cli.options import MIB, TOKENS, WorkUnit, _Work
 
 Lines = Callable[..., list[str]]
 
@@ -32,7 +32,7 @@ def lines_at(monkeypatch: pytest.MonkeyPatch) -> Lines:
         unit: WorkUnit, workers: InProcess | None, *calls: tuple[float, str, int, int]
     ) -> list[str]:
         clock = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+        monkeypatch.setattr(options.time, "monotonic", lambda: clock)
         work, shown = _Work(unit, workers), []
         for seconds, label, done, total in calls:
             clock = 100.0 + seconds
@@ -110,12 +110,12 @@ def test_lines_are_printed_elsewhere_than_on_a_terminal(
         lines += capsys.readouterr().err
         return text in lines
 
-    with progress.running("short work"):
+    with options.running("short work"):
         pass
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
-    with progress.running("loading"):
+    monkeypatch.setattr(options, "SILENT_SECONDS", 0.01)
+    with options.running("loading"):
         wait_until(lambda: are_there("loading: 0 s\nloading: 0 s\n"))
-    with progress.work_progress(TOKENS, BusyWorkers(2)) as show:
+    with options.work_progress(TOKENS, BusyWorkers(2)) as show:
         show("scoring", 100, 400)
         wait_until(lambda: are_there("scoring: 100 of 400 tokens (25%)"))
     assert "work" not in lines
@@ -124,8 +124,8 @@ def test_lines_are_printed_elsewhere_than_on_a_terminal(
 def test_a_terminal_shows_a_line_that_changes() -> None:
     program = """
 import time
-from txl_dist.cli import progress
-with progress.work_progress(progress.TOKENS) as show:
+from txl_dist.cli import options
+with options.work_progress(options.TOKENS) as show:
     for done in (0, 100, 300):
         show("[scoring]", done, 400)
         time.sleep(0.3)

@@ -12,7 +12,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
-from txl_dist.cli import progress
+from txl_dist.cli import options
 from txl_dist.cli.app import app
 from txl_dist.convert.stored_model import Reading, write_exported
 
@@ -74,7 +74,7 @@ def test_kinds_of_memory_are_one_group(dataset: Path, tmp_path: Path) -> None:
 def test_the_targets_to_score_and_the_time_left_are_shown(
     group: list[Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.001)
+    monkeypatch.setattr(options, "SILENT_SECONDS", 0.001)
     result = CliRunner().invoke(app, [str(word) for word in ("recl", *group, dataset, *SMALL)])
     assert result.exit_code == 0, result.output
     amounts = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]

@@ -19,7 +19,7 @@ from data_pipeline.system.files import sha256_file
 from tests.support.hostile_pickle import Hostile
 from tests.support.small_models import small_model
 from tests.txl_dist.convert.example_files import golden_arrays, hf_copy, hf_weights
-from txl_dist.convert.other_programs import read_original, read_transformers
+from txl_dist.convert.original_model import read_original, read_transformers
 from txl_dist.convert.stored_model import load_exported, write_exported
 from txl_dist.errors import CheckpointError, ConfigError
 

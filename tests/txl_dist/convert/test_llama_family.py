@@ -18,7 +18,7 @@ from tests.support.small_models import MODERN, random_text, small_model
 from tests.support.tokenizer_families import LIBRARY_OF
 from txl_dist.convert.hub import write_for_transformers
 from txl_dist.convert.llama_family import family_config, read_family
-from txl_dist.convert.other_programs import read_model
+from txl_dist.convert.original_model import read_model
 from txl_dist.convert.stored_model import Reading, find_model, write_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model import encodings

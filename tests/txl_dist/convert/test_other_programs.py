@@ -26,7 +26,7 @@ from tests.support.replayed_models import (
     read_arrays,
 )
 from tests.txl_dist.convert.example_files import golden_arrays, hf_copy, nats_of
-from txl_dist.convert.other_programs import read_model, read_original, read_transformers
+from txl_dist.convert.original_model import read_model, read_original, read_transformers
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 

@@ -24,7 +24,7 @@ from tests.support.small_models import MODERN, random_text, read_stream, small_m
 from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.convert.example_files import hf_copy, hf_weights
 from txl_dist.config.removed import SETTINGS
-from txl_dist.convert.other_programs import read_model
+from txl_dist.convert.original_model import read_model
 from txl_dist.convert.stored_model import (
     find_model,
     load_exported,

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import MODERN, random_text, small_model
 from txl_dist.errors import TxlError
-from txl_dist.generation.decoder import BatchDecoder, next_tokens
+from txl_dist.generation.generate import BatchDecoder, next_tokens
 from txl_dist.generation.text import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
 

@@ -1,10 +1,11 @@
-"""The checks of one node: versions, devices, network, exposure, tracking, storage.
+"""`txl doctor`, the checks of one node: versions, devices, network, exposure, tracking, storage.
 
     DoctorRequest -> check_this_machine -> run_checks (threads, time limit) -> Findings -> report
 
 Each check yields findings, or raises an error, which becomes a problem (`run_checks`). A file
 system or a server that does not respond can block a thread without limit, so each check has a
-daemon thread, which is abandoned after the limit and does not keep the process alive.
+daemon thread, which is abandoned after the limit and does not keep the process alive. On a cluster,
+cluster/doctor.py runs the checks on every node, and compares them.
 """
 
 import contextlib

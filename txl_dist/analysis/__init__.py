@@ -5,7 +5,7 @@
     attention.py    attention of every head by distance (`txl attention`)
     run_report.py   the HTML page of a run directory, or of several compared (`txl report`)
     run_status.py   what runs are doing now (`txl status`)
-    bench.py        the time that reusing states saves, and how far back a model copies (`txl bench`)
+    bench.py        what reusing states saves, and how far back a model copies (`txl bench`)
     model_card.py   what a checkpoint, its run and its data tell (`txl export --format hf`)
     plots.py        all figures; no other module imports matplotlib
 

@@ -137,11 +137,8 @@ class SpeedRow:
 
 
 class _Path(NamedTuple):
-    """One way to score tokens."""
-
     run: Callable[[], object]
     num_tokens: int
-    """Tokens that one run scores."""
     flops: float
     """Operations per token."""
 
@@ -204,7 +201,6 @@ def _window_path(model: TransformerXL, length: int, generator: torch.Generator) 
     text_N = _random_text(model, 2 * length + 1, generator)
 
     def run() -> None:
-        """Score the targets of windows at random places of the text."""
         starts = torch.randint(length, (num_windows,), generator=generator).tolist()
         scorer.last_nats(torch.stack([text_N[start : start + length + 1] for start in starts]))
 
@@ -263,8 +259,6 @@ class RecallRow:
 
 @dataclass(frozen=True, slots=True)
 class RecallResult:
-    """The table of the probe."""
-
     control_nats: float
     rows: tuple[RecallRow, ...]
     reach: int

@@ -59,7 +59,7 @@ from txl_dist.analysis.windows import WindowScorer, measure_losses, sample_posit
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.evaluation.breakdown import LEVEL, Resampling, interval, plan_resampling, resamples
-from txl_dist.evaluation.result import Subject
+from txl_dist.evaluation.result import named
 from txl_dist.evaluation.spec import EvaluationSpec
 
 # Shapes: M models, C contexts, N targets, Z resamples
@@ -231,10 +231,14 @@ def measure_group(
     losses, models = [], []
     for name, spec in specs.items():
         scorer, model = _open(name, spec)
-        batch = spec.batch_chunks
         losses.append(
             measure_losses(
-                scorer, source, positions, contexts, batch_windows=batch, on_batch=on_batch
+                scorer,
+                source,
+                positions,
+                contexts,
+                batch_windows=spec.batch_chunks,
+                on_batch=on_batch,
             )
         )
         models.append(model)
@@ -275,18 +279,17 @@ def measure_group(
 
 
 def _protocol(report: ReclReport) -> str:
-    """One line to quote with the numbers."""
     contexts = report["contexts"]
     place = "document" if report["within_documents"] else "split"
     models = "; ".join(
-        f"{Subject(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
+        f"{named(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
         f"{model['mem_len']}, clamp_len {model['clamp_len']}, same_length "
         f"{model['same_length']}, {model['precision']}"
         for model in report["models"]
     )
     return (
         f"RECL (arXiv:1901.02860, appendix C) of group {report['group']!r} on {report['split']} of "
-        f"{Subject(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
+        f"{named(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
         f"{contexts[-1]} tokens in steps of {report['delta']}, threshold {report['threshold']:g}, "
         f"{report['positions']:,} targets of {counted(report['documents'], 'document')} (seed "
         f"{report['seed']}) with {contexts[-1]} tokens before them in their {place}; each loss "
@@ -313,7 +316,6 @@ def _require_one_tokenizer(specs: Sequence[EvaluationSpec]) -> None:
 
 
 def _open(name: str, spec: EvaluationSpec) -> tuple[WindowScorer, dict[str, Any]]:
-    """The model, and its description."""
     stored, settings = find_model(spec.checkpoint, weights=spec.weights), spec.settings
     model = spec.open().model
     scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)

@@ -178,8 +178,10 @@ def evaluate(
     for path in checkpoints:
         checkpoint_path(str(path))  # before torch is imported
     with running("loading torch"):
+        from txl_dist.checkpoint.directory import run_of
         from txl_dist.cli.evaluation_output import print_results
-        from txl_dist.evaluation.distributed import default_scores_directory, plan_spec
+        from txl_dist.evaluation.distributed import plan_spec
+        from txl_dist.evaluation.scores import FOLDER
         from txl_dist.evaluation.spec import combinations, evaluation_spec, parse_sweep
 
     options: dict[str, Any] = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
@@ -205,9 +207,10 @@ def evaluate(
             precision=precision,
             **{**options, **setting},
         )
+        run = run_of(spec.checkpoint.resolve())
         return plan_spec(
             spec,
-            default_scores_directory(spec.checkpoint.resolve()) or out,
+            run / FOLDER if run else out,
             resume=resume,
             details=details,
             per_document=per_document is not None,

@@ -31,11 +31,10 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.bench import RecallResult, SpeedRow
+    from txl_dist.analysis.bench import RecallResult
     from txl_dist.analysis.plots import Figure
     from txl_dist.analysis.recl import ReclReport
     from txl_dist.evaluation.spec import EvaluationSpec
-    from txl_dist.model.transformer_xl import TransformerXL
 
 bench_app = typer.Typer(
     help="Measure speed, and how far back a model copies.", no_args_is_help=True
@@ -44,7 +43,6 @@ bench_app = typer.Typer(
 R_VALUES = (0.1, 0.5, 1.0)
 """Fractions of hardest targets, for RECL; those of the paper."""
 SPEED_ROW = "{:>6}  {:>7}  {:>10}  {:>9}  {:>7}  {:>6}  {:>7}  {:>6}  {}"
-"""A row of the table of `txl bench eval-speed`."""
 BATCH_WINDOWS = 16
 """Windows that `txl recl` and `txl bench recall` read at a time."""
 
@@ -145,7 +143,6 @@ def recl(
 
 
 def _write(staged: StagedDirectory, name: str, content: str, figure: "Figure") -> None:
-    """Write NAME.json, NAME.png and NAME.svg."""
     from txl_dist.analysis.plots import write_figure
 
     with explain_disk_errors(f"writing {name}.json and its plots", staged.directory):
@@ -280,11 +277,18 @@ def eval_speed(
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
-    from txl_dist.analysis.bench import bench_eval_speed
+    from txl_dist.analysis.bench import MAX_SHARE, MODEL, bench_eval_speed
+    from txl_dist.convert.stored_model import find_model
+    from txl_dist.model.transformer_xl import TransformerXL
     from txl_dist.runtime.device import default_device
 
     lengths = whole_numbers("--attention-length", attention_length)
-    model = _model_to_time(checkpoint).to(default_device())
+    if checkpoint is None:
+        model = TransformerXL(MODEL)
+    else:  # the benchmark chooses the memory
+        stored = find_model(checkpoint)
+        model, _ = stored.load(replace(stored.config, mem_len=0, same_length=False))
+    model = model.to(default_device())
     config, device = model.config, next(model.parameters()).device.type
     name, is_cpu = str(checkpoint or "random weights"), device == "cpu"
     if not as_json:
@@ -302,7 +306,14 @@ def eval_speed(
     for row in bench_eval_speed(model, attention_lengths=lengths, tgt_len=tgt_len, rounds=rounds):
         rows.append(asdict(row))
         if not as_json:
-            _print_speed(row)
+            cells = (
+                *(f"{row.attention_length:,}", row.tgt_len, f"{row.ms_per_token_window:,.1f}"),
+                *(f"{row.ms_per_token_reuse:.3f}", f"{row.ratio:,.0f}"),
+                f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-",
+                *(f"{row.flops_ratio:,.0f}", f"{row.share_of_flops_ratio:.3f}"),
+                f"{row.limit:g} to {MAX_SHARE:g} {'holds' if row.holds else 'MISSED'}",
+            )
+            print(SPEED_ROW.format(*cells), flush=True)
     if as_json:
         content = {
             "rows": rows,
@@ -311,31 +322,6 @@ def eval_speed(
             "threads": 1 if is_cpu else None,
         }
         print(json.dumps(content, allow_nan=False))
-
-
-def _print_speed(row: "SpeedRow") -> None:
-    from txl_dist.analysis.bench import MAX_SHARE
-
-    cells = (
-        *(f"{row.attention_length:,}", row.tgt_len, f"{row.ms_per_token_window:,.1f}"),
-        *(f"{row.ms_per_token_reuse:.3f}", f"{row.ratio:,.0f}"),
-        f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-",
-        *(f"{row.flops_ratio:,.0f}", f"{row.share_of_flops_ratio:.3f}"),
-        f"{row.limit:g} to {MAX_SHARE:g} {'holds' if row.holds else 'MISSED'}",
-    )
-    print(SPEED_ROW.format(*cells), flush=True)
-
-
-def _model_to_time(checkpoint: Path | None) -> "TransformerXL":
-    """The model of a checkpoint or a random one; the benchmark chooses the memory."""
-    from txl_dist.analysis.bench import MODEL
-    from txl_dist.convert.stored_model import find_model
-    from txl_dist.model.transformer_xl import TransformerXL
-
-    if checkpoint is None:
-        return TransformerXL(MODEL)
-    stored = find_model(checkpoint)
-    return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
 
 
 @bench_app.command()

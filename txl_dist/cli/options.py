@@ -91,7 +91,6 @@ def staged_output(out: Path | None, last: str) -> "Iterator[StagedDirectory | No
 
 
 def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> None:
-    """Print the object of `--json`, or the text for people."""
     print(json.dumps(content) if as_json else text)
 
 
@@ -221,8 +220,6 @@ def running(text: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """The unit in which work is measured."""
-
     name: str
     size: int = 1
     digits: int = 0

@@ -218,9 +218,7 @@ def _print_json(out: Path, report: "PrepareReport") -> None:
         "status": _status(report),
         **{name: getattr(report, name) for name in counts},
         "formats": {kind: sum(files.values()) for kind, files in report.read_as.items()},
-        "read_as": report.read_as,
-        "given_splits": report.given_splits,
-        "ignored": report.ignored,
+        **{name: getattr(report, name) for name in ("read_as", "given_splits", "ignored")},
     }
     print(json.dumps({**content, **totals(out, report.manifest)}))
 
@@ -278,9 +276,8 @@ def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
     from data_pipeline.tokenizers.ids import IdTokenizer
     from data_pipeline.tokenizers.loading import read_description, tokenizer_of
 
-    if tokenizer is None or tokenizer == "ids" or not (path := _tokenizer_file(tokenizer)):
-        return None
-    if path.is_dir():
+    path = None if tokenizer in (None, "ids") else _tokenizer_file(tokenizer)
+    if path is None or path.is_dir():
         return None
     content = read_description(path)
     if not isinstance(content, dict) or content.get("type") != "ids":

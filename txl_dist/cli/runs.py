@@ -28,7 +28,6 @@ job_app = typer.Typer(
 )
 
 SYNC_SECONDS = 600.0
-"""How long `txl track sync` tries."""
 MLFLOW_SECONDS = 120.0
 """For the import of mlflow."""
 

@@ -76,8 +76,6 @@ class ZeroSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter of a model."""
-
     name: str
     num_elements: int
     num_states: int
@@ -150,7 +148,6 @@ class RankBytes:
     """Weights and their fp32 masters."""
     gradients: int
     optimizer: int
-    """Optimizer state."""
     buffers: int
     """DeepSpeed's buckets, flat copies and gathered weights."""
     lanes: int
@@ -160,7 +157,6 @@ class RankBytes:
 
     @property
     def device(self) -> int:
-        """Their sum."""
         stored = self.weights + self.optimizer + self.lanes
         return stored + self.gradients + self.buffers + self.activations
 
@@ -175,8 +171,6 @@ class IntervalBytes(NamedTuple):
 
 @dataclass(kw_only=True)
 class RankPeak:
-    """Computes the bytes of one rank."""
-
     model: ModelNeeds
     zero: ZeroSettings
     num_ranks: int

@@ -50,7 +50,6 @@ def log_bucket(value: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def log_bucket_bounds(bucket: int) -> tuple[int, int]:
-    """The smallest and largest value of a bucket."""
     return (0, 0) if bucket == 0 else (2 ** (bucket - 1), 2**bucket - 1)
 
 
@@ -115,15 +114,12 @@ def breakdown_from_json(content: dict[str, Any]) -> Breakdown:
 
 
 class BreakdownCounter:
-    """Adds the segments of one batch of chunks."""
-
     def __init__(
         self, *, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: "Tensor"
     ) -> None:
         """`frequency_bucket_V`: None leaves out all TABLES."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
         self._sums: list[Breakdown] = []
-        """Those of all segments so far, if there is one."""
 
     def add(
         self,
@@ -169,8 +165,6 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Resampling:
-    """How resamples are drawn."""
-
     unit: Literal["document", "position"]
     num_units: int
     num_resamples: int = NUM_RESAMPLES
@@ -299,7 +293,6 @@ def _rows(table: LossTable, *, is_log: bool) -> Iterator[dict[str, Any]]:
 
 
 COUNTED_TOKENS = 1 << 18
-"""Tokens that are counted at a time."""
 
 
 def counted_split(manifest: ShardManifest, scored: str) -> str:

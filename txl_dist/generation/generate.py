@@ -51,13 +51,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """The continuation of one prompt."""
-
     text: str
     ids: list[int]
     """The token ids drawn, without the one that ended the text."""
     num_tokens: int
-    """The number of `ids`."""
     finish_reason: Literal["end_of_document", "stop", "length"]
 
 

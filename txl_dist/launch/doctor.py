@@ -55,7 +55,6 @@ class Finding:
 
 Check = Callable[[], Iterable[Finding]]
 LIMIT_SECONDS = 30.0
-"""Time limit of every check."""
 
 
 def run_checks(
@@ -98,7 +97,6 @@ def failed_check(error: Exception) -> Finding:
 
 
 def num_problems(findings: Sequence[Finding]) -> int:
-    """Count the findings that make `txl doctor` fail."""
     return sum(finding.status == "problem" for finding in findings)
 
 
@@ -127,7 +125,6 @@ class DoctorRequest:
     run: str | None = None
     """Absolute path of a run directory, which exists or will be created; None: not checked."""
     skip: frozenset[str] = field(default_factory=frozenset)
-    """Names of checks to leave out."""
     dashboard_port: int = DASHBOARD_PORT
 
 
@@ -184,7 +181,6 @@ def without_builds(versions: str) -> str:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare what is installed with `constraints.txt`."""
     installed = installed_versions()
     yield Finding("ok", ", ".join(f"{name} {found}" for name, found in installed.items()))
     for name, pin in pinned_versions().items():

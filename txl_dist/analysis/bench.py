@@ -98,18 +98,17 @@ REUSE_TOKENS = 256
 every L / 4 tokens (memory/recurrent.py), which takes less than 1 % of the time of these tokens."""
 
 
-WARM_UP_ROUNDS = 5
-"""Rounds that are not counted, because the process still allocates RAM in them."""
-
-
 def time_rounds(
     candidates: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
-    warm_up_rounds: int = WARM_UP_ROUNDS,
+    warm_up_rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of every candidate, each run once in `rounds` rounds after the warm-up."""
+    """Median seconds of every candidate, each run once in `rounds` rounds after the warm-up.
+
+    Rounds of the warm-up are not counted: the process still allocates RAM in them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(warm_up_rounds + rounds):
         for name, run in candidates.items():

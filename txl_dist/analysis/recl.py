@@ -46,7 +46,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,9 +185,6 @@ def analyse_group(
 
 NUM_RESAMPLES = 500
 
-ReclReport: TypeAlias = dict[str, Any]
-"""The object of recl.json."""
-
 
 def measure_group(
     specs: Mapping[str, EvaluationSpec],
@@ -198,7 +195,7 @@ def measure_group(
     num_positions: int,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ReclReport:
+) -> dict[str, Any]:
     """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
     `specs`: by the name that is published, because RECL depends on the group; all have the same
@@ -278,7 +275,7 @@ def measure_group(
     return {**report, "protocol": _protocol(report)}
 
 
-def _protocol(report: ReclReport) -> str:
+def _protocol(report: dict[str, Any]) -> str:
     contexts = report["contexts"]
     place = "document" if report["within_documents"] else "split"
     models = "; ".join(

@@ -217,7 +217,8 @@ def _date(seconds: float) -> str:
 
 def _scores(results: Sequence[EvaluationResult]) -> str:
     columns = table_columns(results)
-    header = ("model", "split", "mem_len", "tgt_len", "mode", "targets")
+    header = ["model", "split", "mem_len", "tgt_len", "mode", "targets"]
+    header += [SCORES[name].label for name in columns]
     rows = (
         (
             *(each.name, each.split, f"{each.mem_len:,}", f"{each.tgt_len:,}", each.mode),
@@ -227,7 +228,7 @@ def _scores(results: Sequence[EvaluationResult]) -> str:
         for each in results
     )
     protocols = "\n".join(f"{each.name}: {each.protocol}" for each in results)
-    return _table((*header, *(SCORES[name].label for name in columns)), rows) + _text(protocols)
+    return _table(header, rows) + _text(protocols)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@ How much context models use, what they attend to, how fast they read, how far ba
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
     from txl_dist.analysis.bench import RecallResult
     from txl_dist.analysis.plots import Figure
-    from txl_dist.analysis.recl import ReclReport
     from txl_dist.evaluation.spec import EvaluationSpec
 
 bench_app = typer.Typer(
@@ -152,7 +151,7 @@ def _write(staged: StagedDirectory, name: str, content: str, figure: "Figure") -
         staged.publish([*plots, f"{name}.json"])
 
 
-def _print_recl(report: "ReclReport") -> None:
+def _print_recl(report: dict[str, Any]) -> None:
     models = report["models"]
     print("mean nats per token after exactly c tokens, with half the width of its interval")
     rows = [["context", *(model["name"] for model in models)]]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,7 @@ from txl_dist.errors import CheckpointError, PreemptedError
 
 if TYPE_CHECKING:
     from data_pipeline.system.files import StagedDirectory
+    from data_pipeline.system.progress import Progress
     from data_pipeline.system.workers import Workers
 
 
@@ -88,6 +89,11 @@ def staged_output(out: Path | None, last: str) -> "Iterator[StagedDirectory | No
     with StagedDirectory(out, last=last) as staged:
         require_writable(out)
         yield staged
+
+
+def note(line: str) -> None:
+    """Print a line for people, where standard output has the result."""
+    print(line, file=sys.stderr)
 
 
 def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> None:
@@ -203,9 +209,6 @@ def stoppable(advice: str) -> Iterator[None]:
 
 # --- progress -------------------------------------------------------------------------------------
 
-Show: TypeAlias = Callable[[str, int, int], None]
-"""show(label, done, total), to be called often."""
-
 SILENT_SECONDS = 4.0
 """Before each plain line: shorter work is not named."""
 
@@ -233,8 +236,8 @@ TOKENS = WorkUnit("tokens")
 
 
 @contextmanager
-def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[Show]:
-    """Yield `show(label, done, total)`, both in bytes or in units."""
+def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> "Iterator[Progress]":
+    """Yield `show(label, done, total)`, to be called often, both in bytes or in units."""
     work = _Work(unit, workers)
     with _shown(work.line):
         yield work.update

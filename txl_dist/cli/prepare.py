@@ -16,6 +16,7 @@ from txl_dist.cli.options import (
     AsJson,
     NumWorkers,
     On,
+    note,
     open_workers,
     path_argument,
     require_local,
@@ -207,7 +208,7 @@ def prepare(
             max_reject_rate=max_reject_rate,
             workers=pool,
             progress=progress,
-            note=lambda line: print(line, file=sys.stderr),
+            note=note,
         )
     (_print_json if as_json else _print_report)(out, report)
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn
@@ -18,7 +17,15 @@ import typer
 
 from data_pipeline.errors import counted
 from data_pipeline.system.files import write_file
-from txl_dist.cli.options import AsJson, Run, SavedCheckpoint, path_argument, print_result, running
+from txl_dist.cli.options import (
+    AsJson,
+    Run,
+    SavedCheckpoint,
+    note,
+    path_argument,
+    print_result,
+    running,
+)
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 
 checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
@@ -222,7 +229,6 @@ def sync(run: Run) -> None:
 
 # Ids, logs and JSON are on standard output, the rest on standard error.
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-_note = partial(typer.echo, err=True)
 Address = Annotated[
     str,
     typer.Option(
@@ -275,7 +281,7 @@ def submit(
     )
     with _cluster(address) as client:
         job = client.submit(request)
-        _note(f"Watch: txl job logs -f {job.id}. Stop: txl job stop {job.id}")
+        note(f"Watch: txl job logs -f {job.id}. Stop: txl job stop {job.id}")
         if follow:
             _follow(client, job.id, as_json=as_json)
         print_result(asdict(job), job.id, as_json=as_json)
@@ -290,7 +296,7 @@ def job_status(job: JobId, address: Address = DEFAULT_ADDRESS, as_json: AsJson =
     with _cluster(address) as client:
         found = client.job(job)
     if found.state == "failed" and not as_json:
-        _note(found.message)
+        note(found.message)
     print_result(asdict(found), _summary(found), as_json=as_json)
 
 
@@ -329,7 +335,7 @@ def stop(
         if not client.stop_job(job):
             print(f"already ended: {_summary(client.job(job))}")
             return
-        _note(f"asked {job} to stop; a training run saves first, then ends with exit code 75")
+        note(f"asked {job} to stop; a training run saves first, then ends with exit code 75")
         if wait:
             print(_summary(client.wait(job)))
 
@@ -356,7 +362,7 @@ def list_jobs(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> No
 def _cluster(address: str) -> Iterator[Any]:
     with resolve_name("cluster.jobs:ray_jobs")(address) as client:
         if client.accepts_anyone:
-            _note(
+            note(
                 "warning: this cluster accepts jobs without a token, from anyone who can reach it. "
                 "Start Ray with RAY_AUTH_MODE=token (ray get-auth-token --generate)"
             )
@@ -369,11 +375,11 @@ def _follow(client: Any, job_id: str, *, as_json: bool = False) -> NoReturn:
     try:
         job = client.wait(job_id, lambda text: print(text, end="", file=output, flush=True))
     except KeyboardInterrupt:
-        _note(f"\n{job_id} keeps running")
+        note(f"\n{job_id} keeps running")
         sys.exit(130)  # as in a shell: 128 + SIGINT
     if as_json:
         print(json.dumps(asdict(job)))
-    _note(_summary(job))
+    note(_summary(job))
     sys.exit(job.exit_code)
 
 

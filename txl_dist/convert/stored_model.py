@@ -189,9 +189,6 @@ def _require_fitting(tokenizer: Tokenizer | None, path: Path, config: ModelConfi
         )
 
 
-Load = Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredModel:
     """The description of a model, which is available before its weights are read."""
@@ -206,7 +203,7 @@ class StoredModel:
     reset: Reset
     weights: Weights = "last"
     """Which weights of a checkpoint: the average over steps, or those of the last step."""
-    load: Load
+    load: Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
     """Returns the model on the CPU, in evaluation mode, and its tokenizer. The config may differ
     from the stored one in fields without weights. Raises CheckpointError for damaged files."""
 

@@ -26,6 +26,7 @@ from txl_dist.generation.text import Sampling, TextLimits, describe_unknown
 from txl_dist.harness.scoring import (
     GenerationRequest,
     ModelSource,
+    Request,
     ScoringRequest,
     Unit,
     batches,
@@ -76,7 +77,6 @@ class ModelArguments(BaseModel):
     max_gen_toks: PositiveInt = 256
 
 
-Request = TypeVar("Request", ScoringRequest, GenerationRequest)
 Answer = TypeVar("Answer")
 
 

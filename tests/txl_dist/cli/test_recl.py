@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import run_txl
-from tests.support.exported_model import export_small_model
+from tests.support.exported_model import export_small_model, tide_dataset
 from tests.support.small_models import small_model
 from txl_dist.cli import options
 from txl_dist.cli.app import app
@@ -100,22 +98,14 @@ def test_invalid_options_are_refused(
 
 def test_one_name_for_two_models_is_refused(group: list[Path], dataset: Path) -> None:
     code, output = run_txl("recl", group[0], group[0], dataset, *SMALL)
-    assert code == 2
-    assert "different names" in output
+    assert (code, "different names" in output) == (2, True)
 
 
 def test_models_with_other_tokenizers_are_refused_by_name(
     group: list[Path], dataset: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "corpus").mkdir()
-    for number in range(4):
-        text = f"{number}: the tide comes in, the tide goes out. " * 3
-        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
-    settings = PrepareSettings(split={"valid": 0.5}, tokenizer="char")
-    prepare_dataset([tmp_path / "corpus"], tmp_path / "data", settings)
-    other = export_small_model(tmp_path / "other", tmp_path / "data")
+    other = export_small_model(tmp_path / "other", tide_dataset(tmp_path, tokenizer="char"))
     code, output = run_txl("recl", group[0], other, dataset, *SMALL)
     assert code == 3
-    assert str(other) in output
-    assert str(group[0]) in output
-    assert "a group needs one tokenizer" in output
+    for text in (str(other), str(group[0]), "a group needs one tokenizer"):
+        assert text in output

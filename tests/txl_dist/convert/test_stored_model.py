@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import run_txl
+from tests.support.exported_model import tide_dataset
 from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
 from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from tests.txl_dist.checkpoint import saving
@@ -37,14 +36,7 @@ TEXT = ("--prompt", "def ", "--max-tokens", 9, "--temperature", 2, "--json")
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Two documents in `train`, two in `valid`; each a few segments long."""
-    (tmp_path / "corpus").mkdir()
-    for number in range(4):
-        text = f"{number}: the tide comes in, the tide goes out. " * (number + 1)
-        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
-    settings = PrepareSettings(split={"valid": 0.5})
-    prepare_dataset([tmp_path / "corpus"], tmp_path / "data", settings)
-    return tmp_path / "data"
+    return tide_dataset(tmp_path)
 
 
 @pytest.fixture

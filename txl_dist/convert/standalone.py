@@ -179,10 +179,8 @@ def rotate(c: Any, x_BNHK: Tensor, num_keys: int) -> Tensor:
 class TransformerXL:
     """model(ids_BT, memory, starts_BT) -> (logits_BTV, memory after the segment)."""
 
-    def __init__(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], segment_len: int
-    ) -> None:
-        self.c, self.w, self.segment_len = SimpleNamespace(**config), Weights(tensors), segment_len
+    def __init__(self, config: dict[str, Any], weights: Weights, segment_len: int) -> None:
+        self.c, self.w, self.segment_len = SimpleNamespace(**config), weights, segment_len
         self.like = self.w["layers.0.attention.query.weight"]  # of the dtype and device of all
         c, shares = self.c, self.c.mem_shares or [1.0]
         mem_len = 0 if c.memory == "tokens" else c.mem_len
@@ -316,7 +314,7 @@ def load(
     if (content.get("format"), content.get("version")) != ("txl-model", 1):
         raise ValueError(f"{directory / 'config.json'} is not that of a model of this file")
     tensors = read_safetensors(directory / "model.safetensors", content["weights_sha256"])
-    moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    moved = Weights({name: tensor.to(device, dtype) for name, tensor in tensors.items()})
     path = directory / "txl_tokenizer.json"
     tokenizer = Tokenizer(json.loads(path.read_text("utf-8"))) if path.exists() else None
     return TransformerXL(content["model"], moved, content["reading"]["tgt_len"]), tokenizer

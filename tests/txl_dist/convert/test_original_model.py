@@ -215,31 +215,6 @@ def test_a_block_that_the_original_does_not_have_is_refused_by_name(options: dic
         original_config({"n_token": 11, name: value}, origin="config.json")
 
 
-def test_queries_keys_and_values_are_concatenated_in_this_order() -> None:
-    model = small_model()
-    attention = model.layers[1].attention
-    qkv = to_original(model.state_dict(), model.config)["layers.1.dec_attn.qkv_net.weight"]
-    width = 3 * 4
-    assert torch.equal(qkv[:width], attention.query.weight)
-    assert torch.equal(qkv[width:], attention.key_value.weight)
-
-
-def test_the_originals_cluster_columns_are_reversed() -> None:
-    model = small_model(cutoffs=(2, 7))
-    model.softmax.cluster_bias.data = torch.tensor([1.0, 2.0])
-    assert to_original(model.state_dict(), model.config)["crit.cluster_bias"].tolist() == [2, 1]
-
-
-def test_names_the_original_repeats_for_tied_tensors_are_read_once() -> None:
-    model = small_model(d_embed=3, tie_projs=(True,))
-    original = to_original(model.state_dict(), model.config)
-    repeated = original | {
-        "crit.out_layers.0.weight": original["word_emb.emb_layers.0.weight"],
-        "crit.out_projs.0": original["word_emb.emb_projs.0"],
-    }
-    model.load_state_dict(from_original(repeated, model.config))
-
-
 # --- what is refused by name ----------------------------------------------------------------------
 
 

@@ -261,7 +261,7 @@ def measure_group(
         "delta": contexts[1] - contexts[0],
         "threshold": threshold,
         "positions": len(positions),
-        "documents": positions.num_documents,
+        "documents": len(np.unique(positions.document_N)),
         "within_documents": within_documents,
         "seed": seed,
         "bootstrap": {

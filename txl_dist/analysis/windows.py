@@ -46,10 +46,6 @@ class Positions:
     def __len__(self) -> int:
         return len(self.target_N)
 
-    @property
-    def num_documents(self) -> int:
-        return len(np.unique(self.document_N))
-
 
 def sample_positions(
     source: TokenSource, *, context: int, num_positions: int, seed: int, reset: Reset

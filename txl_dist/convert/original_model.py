@@ -85,10 +85,9 @@ def read_model(source: Path) -> ForeignModel:
                 f"DATA, txl generate {source} --prompt TEXT"
             )
         return ForeignModel(read_transformers(source), "transformers")
-    hint = ""
-    if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
-        hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
-    raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint}")
+    is_ours = any((source / name).exists() for name in ("checkpoints", "manifest.json"))
+    hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
+    raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint * is_ours}")
 
 
 _CONFIG = "config_json"
@@ -161,8 +160,8 @@ def read_transformers(directory: Path) -> TransformerXL:
 
 
 def _read_weights(directory: Path) -> tuple[Path, dict[str, object]]:
-    safe, pickled = directory / WEIGHTS_NAME, directory / _PICKLED
-    path = safe if safe.is_file() else pickled
+    safe = directory / WEIGHTS_NAME
+    path = safe if safe.is_file() else directory / _PICKLED
     if not path.is_file():
         raise CheckpointError(
             f"{directory} has neither {WEIGHTS_NAME} nor {_PICKLED}; save the model again in one "

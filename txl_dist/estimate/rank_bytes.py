@@ -27,7 +27,7 @@ gradients are fp16). Copies and buffers: DeepSpeed 0.19.8, stage_1_and_2.py and 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple, Self
 
 from txl_dist.config.training_config import DeepSpeedConfig
@@ -157,8 +157,7 @@ class RankBytes:
 
     @property
     def device(self) -> int:
-        stored = self.weights + self.optimizer + self.lanes
-        return stored + self.gradients + self.buffers + self.activations
+        return sum(astuple(self))
 
 
 class IntervalBytes(NamedTuple):

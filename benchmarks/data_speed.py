@@ -27,7 +27,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
-from txl_dist.analysis.eval_speed import time_rounds
+from txl_dist.analysis.bench import time_rounds
 
 VOCAB_SIZE = 32_768
 LANES = 8

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_dist.analysis.eval_speed import time_rounds
-from txl_dist.generation.decoder import BatchDecoder
+from txl_dist.analysis.bench import time_rounds
+from txl_dist.generation.generate import BatchDecoder
 from txl_dist.generation.text import Sampling
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

@@ -47,7 +47,7 @@ def main() -> None:
     largest = max(parameter.nbytes for parameter in parameters)
     command = [sys.executable, "-m", "txl_dist", "import", str(source), "--out", str(out), "--json"]
     seconds, peak, report = peak_of(command)
-    _, program, _ = peak_of([sys.executable, "-c", "import txl_dist.convert.other_programs"])
+    _, program, _ = peak_of([sys.executable, "-c", "import txl_dist.convert.original_model"])
     print(f"{json.loads(report)['parameters']:,} parameters, {seconds:.1f} s")
     print(f"peak {peak / 2**30:.2f} GiB; limit {(copy + largest + program) / 2**30:.2f} GiB:")
     print(f"  a copy in fp32 {copy / 2**30:.2f}, a tensor {largest / 2**30:.2f}, "

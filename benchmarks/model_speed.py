@@ -16,7 +16,7 @@ import torch
 from figures import Figure, peak_mib, run_script
 from training_step import OLD, TrainingStep, zipf_segment
 
-from txl_dist.analysis.eval_speed import MODEL, time_rounds
+from txl_dist.analysis.bench import MODEL, time_rounds
 from txl_dist.config.run_config import Precision
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from cluster.connection import ray_connection
 from cluster.nodes import live_nodes
 from data_pipeline.system.files import write_file
-from txl_dist.doctor.checks import (
+from txl_dist.launch.doctor import (
     LIMIT_SECONDS,
     SAME_SOURCES,
     DoctorRequest,

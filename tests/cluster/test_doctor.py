@@ -17,7 +17,7 @@ from cluster.doctor import compare_nodes, remove_probe, sees_probe, write_probe
 from tests.support.commands import ENVIRONMENT, wait_until
 from tests.support.hosts import Host, two_hosts
 from tests.support.nodes import RayNode, ray_node, token_environment
-from txl_dist.doctor.checks import DASHBOARD_PORT, Finding
+from txl_dist.launch.doctor import DASHBOARD_PORT, Finding
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from txl_dist.cli import progress
+from txl_dist.cli import options
 from txl_dist.cli.app import app
 from txl_dist.errors import TxlError
 
@@ -39,7 +39,7 @@ def txl(
 
 def run_txl(*words: object) -> tuple[int, str]:
     """Exit code and output of a command that runs in this process; of an error, its message."""
-    with patch.object(progress, "SILENT_SECONDS", 600):  # no line depends on the time
+    with patch.object(options, "SILENT_SECONDS", 600):  # no line depends on the time
         result = CliRunner().invoke(app, [str(word) for word in words])
     if isinstance(result.exception, TxlError):
         return result.exception.exit_code, str(result.exception)

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.replayed_models import golden_files, hf_directories
 from tests.support.small_models import small_model
-from txl_dist.convert.original_model import to_original
-from txl_dist.convert.other_programs import read_original
+from txl_dist.convert.original_model import read_original, to_original
 
 
 def test_every_model_of_a_directory_is_read_with_any_name(

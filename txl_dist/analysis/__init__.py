@@ -5,8 +5,7 @@
     attention.py    attention of every head by distance (`txl attention`)
     run_report.py   the HTML page of a run directory, or of several compared (`txl report`)
     run_status.py   what runs are doing now (`txl status`)
-    recall.py       up to which distance a model copies (`txl bench recall`)
-    eval_speed.py   the time that reusing states saves (`txl bench eval-speed`)
+    bench.py        what reusing states saves, and how far back a model copies (`txl bench`)
     model_card.py   what a checkpoint, its run and its data tell (`txl export --format hf`)
     plots.py        all figures; no other module imports matplotlib
 

@@ -44,9 +44,7 @@ class Mass:
     by_distance_LHD: Tensor
     """Of the key at each distance 0, 1, ... before the query."""
     memory_LH: Tensor
-    """Of all keys in the memory."""
     segment_LH: Tensor
-    """Of all keys in the segment of the query."""
 
     @classmethod
     def zeros(cls, num_layers: int, num_heads: int, num_distances: int, device: Any) -> Self:
@@ -102,8 +100,6 @@ class Mass:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionByDistance:
-    """The attention of a model on one text."""
-
     heads: Mass
     even: Mass
     """The shares for equal weights on all visible keys, as one layer and one head."""
@@ -139,7 +135,11 @@ def attention_by_distance(
             scored_BT, on_attention_weights = segment.target_BT.to(device) != IGNORED, None
             age_BT = segment.age_BT.to(device)
             if scored_BT.any():
-                even.add(0, _even_weights(config, age_BT), scored_BT)
+                visible_BTS = visible_keys(
+                    age_BT, num_past=config.mem_len, same_length=config.same_length
+                )
+                even_BTS = visible_BTS.double() / visible_BTS.sum(-1, keepdim=True)
+                even.add(0, even_BTS[:, None], scored_BT)
                 on_attention_weights = partial(heads.add, scored_BT=scored_BT)
                 num_queries += int(scored_BT.sum())
             reader.read(segment.input_BT, age_BT, on_attention_weights=on_attention_weights)
@@ -153,14 +153,7 @@ def attention_by_distance(
     )
 
 
-def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
-    """Equal weights on all visible keys, [B, 1, T, S]."""
-    visible_BTS = visible_keys(age_BT, num_past=config.mem_len, same_length=config.same_length)
-    return (visible_BTS.double() / visible_BTS.sum(-1, keepdim=True))[:, None]
-
-
 def attention_json(attention: AttentionByDistance, spec: EvaluationSpec, model: ModelConfig) -> str:
-    """The text of attention.json."""
     content = {
         "format": "txl-attention",
         "version": 1,

@@ -229,9 +229,9 @@ def _score_of_result(result: EvaluationResult) -> str:
 
 
 def _score_of_training(run: Path | None, step: int) -> Iterator[str]:
-    """The score that training has computed for this step, if any."""
-    directory = CheckpointDirectory(run) if run else None
-    score = ScoreTable(directory, is_due=lambda _: False).get(step) if directory else None
+    if run is None:
+        return
+    score = ScoreTable(CheckpointDirectory(run), is_due=lambda _: False).get(step)
     if score is not None and score.nats is not None:
         part = "all of it" if score.max_tokens is None else f"its first {score.max_tokens:,} tokens"
         digest = f" of the dataset `{score.data_digest}`" if score.data_digest else ""

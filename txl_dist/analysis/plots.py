@@ -35,7 +35,6 @@ MIN_DRAWN = 1e-4
 
 
 def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
-    """An empty figure."""
     # Figure instead of pyplot, which keeps global state.
     figure = Figure(figsize=size_inches, layout="constrained")
     if title:
@@ -87,7 +86,6 @@ def write_figure(figure: Figure, directory: Path, name: str) -> list[str]:
 
 
 def svg_bytes(figure: Figure) -> bytes:
-    """The figure as SVG."""
     file = io.BytesIO()
     with _reproducible():
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})

@@ -46,7 +46,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +58,8 @@ from data_pipeline.tokenizers.loading import differences
 from txl_dist.analysis.windows import WindowScorer, measure_losses, sample_positions
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.evaluation.bootstrap import LEVEL, Resampling, interval, plan_resampling, resamples
-from txl_dist.evaluation.result import Subject
+from txl_dist.evaluation.breakdown import LEVEL, Resampling, interval, plan_resampling, resamples
+from txl_dist.evaluation.result import named
 from txl_dist.evaluation.spec import EvaluationSpec
 
 # Shapes: M models, C contexts, N targets, Z resamples
@@ -185,9 +185,6 @@ def analyse_group(
 
 NUM_RESAMPLES = 500
 
-ReclReport: TypeAlias = dict[str, Any]
-"""The object of recl.json."""
-
 
 def measure_group(
     specs: Mapping[str, EvaluationSpec],
@@ -198,7 +195,7 @@ def measure_group(
     num_positions: int,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ReclReport:
+) -> dict[str, Any]:
     """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
     `specs`: by the name that is published, because RECL depends on the group; all have the same
@@ -231,10 +228,14 @@ def measure_group(
     losses, models = [], []
     for name, spec in specs.items():
         scorer, model = _open(name, spec)
-        batch = spec.batch_chunks
         losses.append(
             measure_losses(
-                scorer, source, positions, contexts, batch_windows=batch, on_batch=on_batch
+                scorer,
+                source,
+                positions,
+                contexts,
+                batch_windows=spec.batch_chunks,
+                on_batch=on_batch,
             )
         )
         models.append(model)
@@ -260,7 +261,7 @@ def measure_group(
         "delta": contexts[1] - contexts[0],
         "threshold": threshold,
         "positions": len(positions),
-        "documents": positions.num_documents,
+        "documents": len(np.unique(positions.document_N)),
         "within_documents": within_documents,
         "seed": seed,
         "bootstrap": {
@@ -274,19 +275,18 @@ def measure_group(
     return {**report, "protocol": _protocol(report)}
 
 
-def _protocol(report: ReclReport) -> str:
-    """One line to quote with the numbers."""
+def _protocol(report: dict[str, Any]) -> str:
     contexts = report["contexts"]
     place = "document" if report["within_documents"] else "split"
     models = "; ".join(
-        f"{Subject(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
+        f"{named(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
         f"{model['mem_len']}, clamp_len {model['clamp_len']}, same_length "
         f"{model['same_length']}, {model['precision']}"
         for model in report["models"]
     )
     return (
         f"RECL (arXiv:1901.02860, appendix C) of group {report['group']!r} on {report['split']} of "
-        f"{Subject(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
+        f"{named(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
         f"{contexts[-1]} tokens in steps of {report['delta']}, threshold {report['threshold']:g}, "
         f"{report['positions']:,} targets of {counted(report['documents'], 'document')} (seed "
         f"{report['seed']}) with {contexts[-1]} tokens before them in their {place}; each loss "
@@ -313,7 +313,6 @@ def _require_one_tokenizer(specs: Sequence[EvaluationSpec]) -> None:
 
 
 def _open(name: str, spec: EvaluationSpec) -> tuple[WindowScorer, dict[str, Any]]:
-    """The model, and its description."""
     stored, settings = find_model(spec.checkpoint, weights=spec.weights), spec.settings
     model = spec.open().model
     scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)

@@ -57,8 +57,6 @@ Series: TypeAlias = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What a run directory says about a run."""
-
     name: str
     """The path of the run directory, as it was given."""
     metrics: Mapping[str, Series]
@@ -69,13 +67,11 @@ class RunRecord:
     config: str
     """The text of config.yaml, which has no secrets."""
     results: Sequence[EvaluationResult]
-    """Of `txl eval`."""
     notes: Sequence[str]
     """What could not be read, and why."""
 
     @property
     def last_step(self) -> int:
-        """The newest step of any metric."""
         return max(points[-1][0] for points in self.metrics.values())
 
     @property
@@ -189,7 +185,6 @@ _NUMBERS = (
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """What is known about a run."""
     facts = {"steps": f"{run.last_step:,}"}
     if attempt := newest_attempt(run.events):
         facts |= {
@@ -231,9 +226,9 @@ def _date(seconds: float) -> str:
 
 
 def _scores(results: Sequence[EvaluationResult]) -> str:
-    """A table of results, and their protocols."""
     columns = table_columns(results)
-    header = ("model", "split", "mem_len", "tgt_len", "mode", "targets")
+    header = ["model", "split", "mem_len", "tgt_len", "mode", "targets"]
+    header += [SCORES[name].label for name in columns]
     rows = (
         (
             *(each.name, each.split, f"{each.mem_len:,}", f"{each.tgt_len:,}", each.mode),
@@ -243,7 +238,7 @@ def _scores(results: Sequence[EvaluationResult]) -> str:
         for each in results
     )
     protocols = "\n".join(f"{each.name}: {each.protocol}" for each in results)
-    return _table((*header, *(SCORES[name].label for name in columns)), rows) + _text(protocols)
+    return _table(header, rows) + _text(protocols)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -288,14 +283,17 @@ def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[tuple[str, bytes]]:
 
 
 def _chart(runs: Sequence[RunRecord], lines: Sequence[Series], *, is_logarithmic: bool) -> bytes:
-    """`lines`: of each run."""
     # Here, so that a directory that is no run is refused before matplotlib is imported.
     from txl_dist.analysis.plots import draw_lines, finish, new_figure, svg_bytes
 
     figure = new_figure(CHART_INCHES)
     axes = figure.subplots()
     if len(runs) > 1:
-        lines = [_by_tokens(run, line) for run, line in zip(runs, lines, strict=True)]
+        tokens_of = [dict(run.metrics.get("tokens", ())) for run in runs]
+        lines = [
+            [(int(tokens[step]), value) for step, value in line if step in tokens]
+            for tokens, line in zip(tokens_of, lines, strict=True)
+        ]
     # Of a long path its end, which names the run.
     draw_lines(axes, [(r.name[-28:], *thin_out(line)) for r, line in zip(runs, lines, strict=True)])
     if is_logarithmic:
@@ -304,12 +302,6 @@ def _chart(runs: Sequence[RunRecord], lines: Sequence[Series], *, is_logarithmic
         _mark_events(axes, runs[0])
     finish(axes, "step" if len(runs) == 1 else "tokens", "")
     return svg_bytes(figure)
-
-
-def _by_tokens(run: RunRecord, series: Series) -> Series:
-    """The values with the tokens of their steps."""
-    tokens = dict(run.metrics.get("tokens", ()))
-    return [(int(tokens[step]), value) for step, value in series if step in tokens]
 
 
 def thin_out(
@@ -338,7 +330,6 @@ def _mark_events(axes: "Axes", run: RunRecord) -> None:
 
 
 def _charts(charts: Iterable[tuple[str, bytes]]) -> str:
-    """Charts in a grid of as many columns as fit."""
     figures = (
         f'<figure><figcaption>{title}</figcaption><img alt="{title}" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"></figure>'

@@ -13,7 +13,7 @@ until one has changed, at most SILENT_SECONDS.
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,13 +64,11 @@ class RunStatus:
     restarts: int
     """After failures."""
     checkpoint: str | None
-    """The newest one."""
     origin: str | None
     """The stored model from whose weights it started, and its digest; None: random weights."""
     host: str | None
     attempt: int | None
     log: str | None
-    """The file to read about an error."""
     mlflow_run_id: str | None
     mlflow_page: str | None
     """The command that opens the page of MLflow, or the address of its server."""
@@ -135,7 +133,11 @@ def _runs_with_a_heartbeat(runs: Sequence[Path]) -> set[Path]:
 
 
 def _status(run: Path, *, is_alive: bool) -> RunStatus:
-    all_events, values = read_events(run), last_values(run / JOURNAL)
+    all_events = read_events(run)
+    # From the end of metrics.jsonl.
+    lines = read_metrics(run / JOURNAL, newest=True)
+    pairs = (pair for line in lines for pair in line.items())
+    values = {name: value for name, value in pairs if isinstance(value, int | float)}
     events, rank_zero = last_start(all_events), read_heartbeats(run).get(0)
     start = newest_attempt(all_events)
     state = _state({event.kind for event in events}, is_alive=is_alive)
@@ -196,24 +198,22 @@ def _doing(state: State, events: Sequence[Event], rank_zero: Heartbeat | None) -
     return ends[-1].text if ends else f"{silent}{events[-1].text}"
 
 
-def last_values(journal: Path) -> dict[str, float]:
-    """The newest value of every metric, from the end of metrics.jsonl."""
-    return {
-        name: value
-        for line in read_metrics(journal, newest=True)
-        for name, value in line.items()
-        if isinstance(value, int | float)
-    }
-
-
 # --- for people -----------------------------------------------------------------------------------
 
 
 def status_lines(status: RunStatus) -> Iterator[str]:
-    """A few lines about one run."""
-    names = ("step", "loss", "tokens_per_second", "seconds_left")
-    known = {name: value for name in names if (value := getattr(status, name)) is not None}
-    yield ", ".join([f"{status.run}: {status.state}", *progress_text(known, status.num_steps)])
+    """`RUN: running, step 14 of 50 (28%), loss 3.7095, 3,579 tokens/s, 0:00:21 left`, and more."""
+    parts = [f"{status.run}: {status.state}"]
+    if status.step is not None:
+        step, total = status.step, status.num_steps
+        parts.append(f"step {step:,}" + (f" of {total:,} ({step / total:.0%})" if total else ""))
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.tokens_per_second is not None:
+        parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
+    if status.seconds_left is not None:
+        parts.append(f"{clock(status.seconds_left)} left")
+    yield ", ".join(parts)
     if status.attempt and status.host:
         restarts = counted(status.restarts, "restart")
         yield f"  attempt {status.attempt} on {status.host}, {restarts} after failures"
@@ -226,20 +226,3 @@ def status_lines(status: RunStatus) -> Iterator[str]:
         yield f"  log: {status.log}"
     if status.mlflow_run_id is not None:
         yield f"  MLflow run {status.mlflow_run_id}: {status.mlflow_page}"
-
-
-def progress_text(values: Mapping[str, float], num_steps: int | None) -> Iterator[str]:
-    """`step 14 of 50 (28%)`, `loss 3.7095`, `3,579 tokens/s`, `0:00:21 left`, as far as known.
-
-    `values`: metrics of the newest step line.
-    """
-    if "step" in values:
-        step = values["step"]
-        of = f" of {num_steps:,} ({step / num_steps:.0%})" if num_steps else ""
-        yield f"step {step:,.0f}{of}"
-    if "loss" in values:
-        yield f"loss {values['loss']:.4f}"
-    if "tokens_per_second" in values:
-        yield f"{values['tokens_per_second']:,.0f} tokens/s"
-    if "seconds_left" in values:
-        yield f"{clock(values['seconds_left'])} left"

@@ -45,10 +45,6 @@ class Positions:
     def __len__(self) -> int:
         return len(self.target_N)
 
-    @property
-    def num_documents(self) -> int:
-        return len(np.unique(self.document_N))
-
 
 def sample_positions(
     source: TokenSource, *, context: int, num_positions: int, seed: int, reset: Reset
@@ -58,9 +54,18 @@ def sample_positions(
     With reset `document`, these tokens are in the document of the target. Raises DataError if there
     is no such target.
     """
-    document_starts, num_tokens = _document_starts(source)
+    block_starts = np.cumsum(source.block_tokens) - source.block_tokens
+    document_starts = np.concatenate(
+        [
+            np.empty(0, np.int64),
+            *(
+                start + source.document_starts(block)
+                for block, start in enumerate(block_starts.tolist())
+            ),
+        ]
+    )
     starts = document_starts if reset == "document" else np.zeros(1, np.int64)
-    lengths = np.diff(np.append(starts, num_tokens))
+    lengths = np.diff(np.append(starts, int(source.block_tokens.sum())))
     eligible = np.maximum(lengths - context, 0)
     stops = np.cumsum(eligible)
     total = int(stops[-1]) if len(stops) else 0
@@ -72,28 +77,15 @@ def sample_positions(
             f"{longest} tokens. Take shorter contexts (--max-context {max(1, longest - 1)} or "
             "less), or a split with longer documents"
         )
-    number_N = _stratified(total, min(num_positions, total), seed)
+    # One target of each of equal ranges of the eligible ones.
+    num_samples = min(num_positions, total)
+    edges = np.array([total * k // num_samples for k in range(num_samples + 1)], np.int64)
+    offset_N = hash_ids(seed, num_ids=num_samples) % np.diff(edges).astype(np.uint64)
+    number_N = edges[:-1] + offset_N.astype(np.int64)
     text_N = np.searchsorted(stops, number_N, side="right")
     target_N = starts[text_N] + context + number_N - (stops - eligible)[text_N]
     document_N = np.searchsorted(document_starts, target_N, side="right") - 1
     return Positions(target_N, document_N)
-
-
-def _document_starts(source: TokenSource) -> tuple[NDArray[np.int64], int]:
-    """Positions of all document starts in the split, and the tokens of the split."""
-    block_starts = np.cumsum(source.block_tokens) - source.block_tokens
-    starts = [
-        start + source.document_starts(block) for block, start in enumerate(block_starts.tolist())
-    ]
-    return np.concatenate([np.empty(0, np.int64), *starts]), int(source.block_tokens.sum())
-
-
-def _stratified(total: int, num_samples: int, seed: int) -> NDArray[np.int64]:
-    """One number of each of `num_samples` equal ranges of [0, total)."""
-    edges = np.array([total * k // num_samples for k in range(num_samples + 1)], np.int64)
-    sizes = np.diff(edges)
-    offset = hash_ids(seed, num_ids=num_samples) % sizes.astype(np.uint64)
-    return edges[:-1] + offset.astype(np.int64)
 
 
 # Shapes: B windows, N tokens of a window with its target, T segment tokens, X scored targets

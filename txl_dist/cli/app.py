@@ -13,7 +13,6 @@ from typer.exceptions import TyperException
 from txl_dist.cli import (
     data,
     evaluate,
-    job,
     measure,
     models,
     preflight,
@@ -49,7 +48,7 @@ app.command("status")(runs.status)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(runs.checkpoint_app, name="checkpoint")
 app.add_typer(runs.track_app, name="track")
-app.add_typer(job.app, name="job")
+app.add_typer(runs.job_app, name="job")
 app.add_typer(measure.bench_app, name="bench")
 app.command("doctor")(preflight.doctor)
 app.command("import")(models.import_)

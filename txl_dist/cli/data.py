@@ -9,6 +9,7 @@ import typer
 
 from data_pipeline.errors import DataError, ReadFailureError, counted, printable
 from txl_dist.cli.options import (
+    MIB,
     AsJson,
     ConfigPath,
     NumWorkers,
@@ -16,8 +17,8 @@ from txl_dist.cli.options import (
     Overrides,
     open_workers,
     path_argument,
+    work_progress,
 )
-from txl_dist.cli.progress import MIB, work_progress
 
 if TYPE_CHECKING:
     from data_pipeline.shards.data_commands import Verified

@@ -1,7 +1,6 @@
 """`txl eval`: score splits of a dataset with trained models, on any number of workers."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,17 +15,20 @@ from data_pipeline.system.files import (
 )
 from txl_dist.cli.options import (
     CHECKPOINT_HELP,
+    TOKENS,
     AsJson,
     MemLen,
     TgtLen,
     checkpoint_path,
     listed_names,
+    note,
     open_workers,
     path_argument,
+    running,
     staged_output,
     stoppable,
+    work_progress,
 )
-from txl_dist.cli.progress import TOKENS, running, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -176,8 +178,10 @@ def evaluate(
     for path in checkpoints:
         checkpoint_path(str(path))  # before torch is imported
     with running("loading torch"):
+        from txl_dist.checkpoint.directory import run_of
         from txl_dist.cli.evaluation_output import print_results
-        from txl_dist.evaluation.distributed import default_scores_directory, plan_spec
+        from txl_dist.evaluation.distributed import plan_spec
+        from txl_dist.evaluation.scores import FOLDER
         from txl_dist.evaluation.spec import combinations, evaluation_spec, parse_sweep
 
     options: dict[str, Any] = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
@@ -203,9 +207,10 @@ def evaluate(
             precision=precision,
             **{**options, **setting},
         )
+        run = run_of(spec.checkpoint.resolve())
         return plan_spec(
             spec,
-            default_scores_directory(spec.checkpoint.resolve()) or out,
+            run / FOLDER if run else out,
             resume=resume,
             details=details,
             per_document=per_document is not None,
@@ -262,7 +267,7 @@ def _score(
         ):
 
             def score(specs: "Sequence[PlannedEvaluation]") -> "list[EvaluationResult]":
-                scored = evaluate_on_workers(specs, pool, progress=progress, note=_note)
+                scored = evaluate_on_workers(specs, pool, progress=progress, note=note)
                 return record_results(specs, scored, workers)
 
             if swept:
@@ -277,14 +282,14 @@ def _score(
                         "writing the scores of documents", per_document.parent
                     ):
                         write_file(per_document, document_lines(planned))
-                    _note(f"wrote {per_document}")
+                    note(f"wrote {per_document}")
         with running("recording the scores in MLflow"):
             log_evaluations(each.spec.checkpoint for each in planned)
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:
             write_evaluation(staged, content)
-            _note(f"wrote {out}/{RESULT_NAME}")
+            note(f"wrote {out}/{RESULT_NAME}")
     return results, content
 
 
@@ -299,12 +304,8 @@ def _watch(run: Path, split: str, on: str, workers: int) -> None:
     is_here = on == "processes" and workers == 1
     pool = ProcessWorkers(1) if is_here else open_workers(on, workers, use_gpus=True)
     with stoppable("finished batches are kept, and the same command continues"), pool as opened:
-        num_scored = watch(run, opened, split=split, num_threads=EXACT_THREADS, note=_note)
-    _note(f"{counted(num_scored, 'checkpoint')} scored")
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr)
+        num_scored = watch(run, opened, split=split, num_threads=EXACT_THREADS, note=note)
+    note(f"{counted(num_scored, 'checkpoint')} scored")
 
 
 def _resume_advice(planned: "Sequence[PlannedEvaluation]") -> str:

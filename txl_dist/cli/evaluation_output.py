@@ -35,7 +35,6 @@ RESULT_NAME = "result.json"
 
 
 def write_evaluation(staged: StagedDirectory, content: Any) -> None:
-    """Write what --json prints to result.json."""
     with explain_disk_errors("writing the result of an evaluation", staged.directory):
         text = json.dumps(content, indent=1, allow_nan=False)
         write_synced(staged.stage() / RESULT_NAME, text.encode() + b"\n")
@@ -107,7 +106,6 @@ def with_differences(
 
 
 def sweep_content(results: Sequence[EvaluationResult], swept: Sequence[str]) -> dict[str, Any]:
-    """The JSON object of one model in a sweep."""
     split = results[0].split
     candidates = [each for each in results if each.split == split]
     (best,) = (each for each in candidates if each.selected)

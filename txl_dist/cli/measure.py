@@ -6,7 +6,7 @@ How much context models use, what they attend to, how fast they read, how far ba
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,24 +18,22 @@ from txl_dist.cli.options import (
     EvaluationData,
     MemLen,
     TgtLen,
+    WorkUnit,
     checkpoint_path,
     listed_names,
     path_argument,
     print_table,
     staged_output,
     whole_numbers,
+    work_progress,
 )
-from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.eval_speed import SpeedRow
+    from txl_dist.analysis.bench import RecallResult
     from txl_dist.analysis.plots import Figure
-    from txl_dist.analysis.recall import RecallResult
-    from txl_dist.analysis.recl import ReclReport
     from txl_dist.evaluation.spec import EvaluationSpec
-    from txl_dist.model.transformer_xl import TransformerXL
 
 bench_app = typer.Typer(
     help="Measure speed, and how far back a model copies.", no_args_is_help=True
@@ -44,7 +42,6 @@ bench_app = typer.Typer(
 R_VALUES = (0.1, 0.5, 1.0)
 """Fractions of hardest targets, for RECL; those of the paper."""
 SPEED_ROW = "{:>6}  {:>7}  {:>10}  {:>9}  {:>7}  {:>6}  {:>7}  {:>6}  {}"
-"""A row of the table of `txl bench eval-speed`."""
 BATCH_WINDOWS = 16
 """Windows that `txl recl` and `txl bench recall` read at a time."""
 
@@ -145,7 +142,6 @@ def recl(
 
 
 def _write(staged: StagedDirectory, name: str, content: str, figure: "Figure") -> None:
-    """Write NAME.json, NAME.png and NAME.svg."""
     from txl_dist.analysis.plots import write_figure
 
     with explain_disk_errors(f"writing {name}.json and its plots", staged.directory):
@@ -155,7 +151,7 @@ def _write(staged: StagedDirectory, name: str, content: str, figure: "Figure") -
         staged.publish([*plots, f"{name}.json"])
 
 
-def _print_recl(report: "ReclReport") -> None:
+def _print_recl(report: dict[str, Any]) -> None:
     models = report["models"]
     print("mean nats per token after exactly c tokens, with half the width of its interval")
     rows = [["context", *(model["name"] for model in models)]]
@@ -280,11 +276,18 @@ def eval_speed(
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
-    from txl_dist.analysis.eval_speed import bench_eval_speed
+    from txl_dist.analysis.bench import MAX_SHARE, MODEL, bench_eval_speed
+    from txl_dist.convert.stored_model import find_model
+    from txl_dist.model.transformer_xl import TransformerXL
     from txl_dist.runtime.device import default_device
 
     lengths = whole_numbers("--attention-length", attention_length)
-    model = _model_to_time(checkpoint).to(default_device())
+    if checkpoint is None:
+        model = TransformerXL(MODEL)
+    else:  # the benchmark chooses the memory
+        stored = find_model(checkpoint)
+        model, _ = stored.load(replace(stored.config, mem_len=0, same_length=False))
+    model = model.to(default_device())
     config, device = model.config, next(model.parameters()).device.type
     name, is_cpu = str(checkpoint or "random weights"), device == "cpu"
     if not as_json:
@@ -302,7 +305,14 @@ def eval_speed(
     for row in bench_eval_speed(model, attention_lengths=lengths, tgt_len=tgt_len, rounds=rounds):
         rows.append(asdict(row))
         if not as_json:
-            _print_speed(row)
+            cells = (
+                *(f"{row.attention_length:,}", row.tgt_len, f"{row.ms_per_token_window:,.1f}"),
+                *(f"{row.ms_per_token_reuse:.3f}", f"{row.ratio:,.0f}"),
+                f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-",
+                *(f"{row.flops_ratio:,.0f}", f"{row.share_of_flops_ratio:.3f}"),
+                f"{row.limit:g} to {MAX_SHARE:g} {'holds' if row.holds else 'MISSED'}",
+            )
+            print(SPEED_ROW.format(*cells), flush=True)
     if as_json:
         content = {
             "rows": rows,
@@ -311,31 +321,6 @@ def eval_speed(
             "threads": 1 if is_cpu else None,
         }
         print(json.dumps(content, allow_nan=False))
-
-
-def _print_speed(row: "SpeedRow") -> None:
-    from txl_dist.analysis.eval_speed import MAX_SHARE
-
-    cells = (
-        *(f"{row.attention_length:,}", row.tgt_len, f"{row.ms_per_token_window:,.1f}"),
-        *(f"{row.ms_per_token_reuse:.3f}", f"{row.ratio:,.0f}"),
-        f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-",
-        *(f"{row.flops_ratio:,.0f}", f"{row.share_of_flops_ratio:.3f}"),
-        f"{row.limit:g} to {MAX_SHARE:g} {'holds' if row.holds else 'MISSED'}",
-    )
-    print(SPEED_ROW.format(*cells), flush=True)
-
-
-def _model_to_time(checkpoint: Path | None) -> "TransformerXL":
-    """The model of a checkpoint or a random one; the benchmark chooses the memory."""
-    from txl_dist.analysis.eval_speed import MODEL
-    from txl_dist.convert.stored_model import find_model
-    from txl_dist.model.transformer_xl import TransformerXL
-
-    if checkpoint is None:
-        return TransformerXL(MODEL)
-    stored = find_model(checkpoint)
-    return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
 
 
 @bench_app.command()
@@ -355,7 +340,7 @@ def recall(
 
     Example: txl bench recall runs/quickstart --distances 16,64,256
     """
-    from txl_dist.analysis.recall import CUE, NUM_SEQUENCES, SPAN, measure_recall
+    from txl_dist.analysis.bench import CUE, NUM_SEQUENCES, SPAN, measure_recall
     from txl_dist.analysis.windows import UNLIMITED, WindowScorer
     from txl_dist.convert.stored_model import find_model
     from txl_dist.runtime.device import default_device

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result
-from txl_dist.cli.progress import running
+from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result, running
 from txl_dist.convert import MAX_POSITIONS, require_source
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import Sampling, TextLimits, read_prompts, stream_text
@@ -183,7 +182,7 @@ def import_(
     Example: txl import downloads/Qwen3-0.6B --out models/qwen3
     """
     require_source(source)  # before torch is imported
-    from txl_dist.convert.other_programs import read_model
+    from txl_dist.convert.original_model import read_model
     from txl_dist.convert.stored_model import write_exported
 
     found = read_model(source)
@@ -263,8 +262,16 @@ def export(
     if (window or data or dtype != "float32") and format_ != "transformers":
         raise ConfigError("--dtype, --window and --data need --format transformers; add it")
     if format_ == "transformers":
-        choice = _Window(given=window, data=data, split=split)
-        _export_for_transformers(checkpoint, out, choice, dtype, scores or [], as_json=as_json)
+        _export_for_transformers(
+            checkpoint,
+            out,
+            window=window,
+            data=data,
+            split=split,
+            dtype=dtype,
+            scores=scores or [],
+            as_json=as_json,
+        )
         return
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.tensors import load_model
@@ -285,51 +292,45 @@ def export(
     _print_model({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Window:
-    """The options of `--format transformers`."""
+def _choose_window(
+    stored: "StoredModel", given: int | None, data: str | None, split: str, *, is_run: bool
+) -> tuple[int | None, dict[int, float]]:
+    """The window, None for all tokens, and nats per token by window if any were scored.
 
-    given: int | None
-    data: str | None
-    split: str
-
-    def choose(self, stored: "StoredModel", *, is_run: bool) -> tuple[int | None, dict[int, float]]:
-        """The window, None for all tokens, and nats per token by window if any were scored.
-
-        A model that was trained with `same_length` has one. Others see more keys at the end of a
-        segment than at its start, which no window does.
-        """
-        config, tgt_len = stored.config, stored.tgt_len
-        if self.data is not None and (self.given or config.same_length or not config.mem_len):
-            raise ConfigError(
-                "--data chooses a window, and this one is known: by --window, by the model's "
-                "same_length, or because it has no memory. Leave it out"
-            )
-        if self.given is not None or config.mem_len == 0:
-            return self.given, {}
-        if config.same_length:
-            return min(config.mem_lens), {}
-        if self.data is not None:
-            from txl_dist.evaluation.distributed import evaluate
-            from txl_dist.evaluation.spec import evaluation_spec
-
-            nats = {}
-            for window in sorted({config.mem_len + tgt_len * n // 4 for n in (0, 1, 2, 3, 4)}):
-                spec = evaluation_spec(
-                    stored.path, self.data, split=self.split, mem_len=window, same_length=True
-                )
-                nats[window] = evaluate(spec).sums.nats_per_token
-            return min(nats, key=nats.__getitem__), nats
+    A model that was trained with `same_length` has one. Others see more keys at the end of a
+    segment than at its start, which no window does.
+    """
+    config, tgt_len = stored.config, stored.tgt_len
+    if data is not None and (given or config.same_length or not config.mem_len):
+        raise ConfigError(
+            "--data chooses a window, and this one is known: by --window, by the model's "
+            "same_length, or because it has no memory. Leave it out"
+        )
+    if given is not None or config.mem_len == 0:
+        return given, {}
+    if config.same_length:
+        return min(config.mem_lens), {}
+    if data is None:
         return (config.mem_len + tgt_len // 2 if is_run else None), {}
+    from txl_dist.evaluation.distributed import evaluate
+    from txl_dist.evaluation.spec import evaluation_spec
+
+    nats = {}
+    for window in sorted({config.mem_len + tgt_len * n // 4 for n in (0, 1, 2, 3, 4)}):
+        spec = evaluation_spec(stored.path, data, split=split, mem_len=window, same_length=True)
+        nats[window] = evaluate(spec).sums.nats_per_token
+    return min(nats, key=nats.__getitem__), nats
 
 
 def _export_for_transformers(
     checkpoint: Path,
     out: Path,
-    window: _Window,
+    *,
+    window: int | None,
+    data: str | None,
+    split: str,
     dtype: str,
     scores: list[Path],
-    *,
     as_json: bool,
 ) -> None:
     import torch
@@ -343,7 +344,7 @@ def _export_for_transformers(
     stored = find_model(checkpoint)
     require_family(stored.config)  # before anything is scored
     is_run = (stored.path / MANIFEST_NAME).is_file()
-    chosen, nats = window.choose(stored, is_run=is_run)
+    chosen, nats = _choose_window(stored, window, data, split, is_run=is_run)
     model, tokenizer = stored.load(stored.config)
     text = None
     if is_run and tokenizer is not None:
@@ -356,7 +357,7 @@ def _export_for_transformers(
     note = f"\nwindow: {chosen or 'none'}"
     if nats:
         scored = ", ".join(f"{each} {value:.5f}" for each, value in nats.items())
-        note += f"; nats per token of {window.split} by window: {scored}"
+        note += f"; nats per token of {split} by window: {scored}"
     origin = {"source": str(checkpoint), "format": "transformers", "window": chosen}
     _print_model(origin, out, model, as_json=as_json, note=note)
 

@@ -1,15 +1,21 @@
-"""Options and arguments that several commands share, each declared once; parsers of paths, and the
-workers of `--workers` and `--on`.
+"""What several commands share: options and arguments, parsers of paths, workers and progress.
 
 Most paths must be local, and some must exist: pathlib reads `s3://bucket/x` as the directory
 `s3:/bucket/x` below the working directory. A command that takes no URL would write there, look
 successful, and its output would be lost with the machine.
+
+Progress is a live line on a terminal, and plain lines elsewhere, on standard error. `txl --help`
+imports this module, so rich is imported only where a display is drawn.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +25,7 @@ from data_pipeline.errors import ConfigError
 from txl_dist.errors import CheckpointError, PreemptedError
 
 if TYPE_CHECKING:
+    from data_pipeline.errors import Progress
     from data_pipeline.system.files import StagedDirectory
     from data_pipeline.system.workers import Workers
 
@@ -84,8 +91,12 @@ def staged_output(out: Path | None, last: str) -> "Iterator[StagedDirectory | No
         yield staged
 
 
+def note(line: str) -> None:
+    """Print a line for people, where standard output has the result."""
+    print(line, file=sys.stderr)
+
+
 def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> None:
-    """Print the object of `--json`, or the text for people."""
     print(json.dumps(content) if as_json else text)
 
 
@@ -194,3 +205,111 @@ def stoppable(advice: str) -> Iterator[None]:
             yield
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's reaction to SIGTERM while it starts
         raise PreemptedError(f"stopped on request; {advice}") from None
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+SILENT_SECONDS = 4.0
+"""Before each plain line: shorter work is not named."""
+
+
+@contextmanager
+def running(text: str) -> Iterator[None]:
+    """Show `text` and the time while the context is open."""
+    start = time.monotonic()
+    with _shown(lambda: f"{text}: {time.monotonic() - start:.0f} s"):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    name: str
+    size: int = 1
+    digits: int = 0
+
+    def show(self, amount: float) -> str:
+        return f"{amount / self.size:,.{self.digits}f}"
+
+
+MIB = WorkUnit("MiB", 2**20, 1)
+TOKENS = WorkUnit("tokens")
+
+
+@contextmanager
+def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> "Iterator[Progress]":
+    """Yield `show(label, done, total)`, to be called often, both in bytes or in units."""
+    work = _Work(unit, workers)
+    with _shown(work.line):
+        yield work.update
+
+
+class _Work:
+    """What is known of the work: its label, amount and rate."""
+
+    def __init__(self, unit: WorkUnit, workers: "Workers | None") -> None:
+        self.unit, self.workers, self.label = unit, workers, ""
+        self.done = self.total = self._first_done = 0
+        self._start = self._began_at = self._updated = time.monotonic()
+
+    def update(self, label: str, done: int, total: int) -> None:
+        self._updated = time.monotonic()
+        # While `done` does not change, only finished units are looked up: that time is not work.
+        if label != self.label or done == self._first_done:
+            self.label, self._began_at, self._first_done = label, self._updated, done
+        if total:
+            self.done, self.total = done, total
+
+    def line(self) -> str:
+        """`reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left`.
+
+        Without a rate of this label: what the work waits for, and the time since it began.
+        """
+        unit, waited = self.unit, time.monotonic() - self._start
+        done, seconds = self.done - self._first_done, self._updated - self._began_at
+        has_rate = done > 0 and seconds > 0
+        idle = self.workers if not has_rate else None
+        if idle and (missing := idle.missing()):
+            return f"waiting {waited:,.0f} s for {missing}"
+        if not self.total:
+            return f"starting, {waited:,.0f} s"
+        current, total = self.done, self.total
+        if self.workers and unit is MIB:  # with the bytes of units that are not finished
+            current = min(current + self.workers.unfinished_bytes(), total)
+        amounts = f"{unit.show(current)} of {unit.show(total)} {unit.name} ({current / total:.0%})"
+        if not has_rate:
+            return f"{self.label}: {amounts}, {waited:,.0f} s"
+        rate = done / seconds
+        left = (total - self.done) / rate
+        return f"{self.label}: {amounts}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
+
+
+@contextmanager
+def _shown(line: Callable[[], str]) -> Iterator[None]:
+    """Show `line()` again and again, on standard error, while the context is open."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(
+            console=Console(stderr=True),
+            get_renderable=lambda: Text(line()),
+            refresh_per_second=10,
+            transient=True,
+        ):
+            yield
+        return
+    ended = threading.Event()
+
+    def print_lines() -> None:
+        while not ended.wait(SILENT_SECONDS):
+            sys.stderr.write(f"{line()}\n")  # one call, so lines of two threads are not mixed
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=print_lines, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

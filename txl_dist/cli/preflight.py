@@ -12,14 +12,7 @@ import typer
 
 from data_pipeline.shards import MANIFEST_NAME
 from data_pipeline.system.files import write_file
-from txl_dist.cli.options import (
-    AsJson,
-    ConfigPath,
-    Overrides,
-    print_result,
-    require_local,
-)
-from txl_dist.cli.progress import running
+from txl_dist.cli.options import AsJson, ConfigPath, Overrides, print_result, require_local, running
 from txl_dist.errors import ConfigError
 
 app = typer.Typer(help="Write, show and check run configs.", no_args_is_help=True)
@@ -240,7 +233,7 @@ def doctor(
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first
     """
-    from txl_dist.doctor import checks
+    from txl_dist.launch import doctor as checks
     from txl_dist.launch.launcher import find_launcher
 
     run = run or ("runs" if on in (None, "processes") else None)

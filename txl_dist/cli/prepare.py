@@ -12,15 +12,17 @@ from data_pipeline.errors import ConfigError, printable
 from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import (
+    MIB,
     AsJson,
     NumWorkers,
     On,
+    note,
     open_workers,
     path_argument,
     require_local,
     stoppable,
+    work_progress,
 )
-from txl_dist.cli.progress import MIB, work_progress
 
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport
@@ -206,7 +208,7 @@ def prepare(
             max_reject_rate=max_reject_rate,
             workers=pool,
             progress=progress,
-            note=lambda line: print(line, file=sys.stderr),
+            note=note,
         )
     (_print_json if as_json else _print_report)(out, report)
 
@@ -217,9 +219,7 @@ def _print_json(out: Path, report: "PrepareReport") -> None:
         "status": _status(report),
         **{name: getattr(report, name) for name in counts},
         "formats": {kind: sum(files.values()) for kind, files in report.read_as.items()},
-        "read_as": report.read_as,
-        "given_splits": report.given_splits,
-        "ignored": report.ignored,
+        **{name: getattr(report, name) for name in ("read_as", "given_splits", "ignored")},
     }
     print(json.dumps({**content, **totals(out, report.manifest)}))
 
@@ -277,9 +277,8 @@ def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
     from data_pipeline.tokenizers.ids import IdTokenizer
     from data_pipeline.tokenizers.loading import read_description, tokenizer_of
 
-    if tokenizer is None or tokenizer == "ids" or not (path := _tokenizer_file(tokenizer)):
-        return None
-    if path.is_dir():
+    path = None if tokenizer in (None, "ids") else _tokenizer_file(tokenizer)
+    if path is None or path.is_dir():
         return None
     content = read_description(path)
     if not isinstance(content, dict) or content.get("type") != "ids":

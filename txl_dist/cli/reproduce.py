@@ -66,7 +66,6 @@ class Corpus:
     layouts: tuple[Layout, ...]
     """The first one that is there is used."""
     source: str
-    """Where to get the files."""
     format: str = "text"
     tokens: dict[str, int] = field(default_factory=dict)
     """By split, as published, with the line ends of word models; {} if not known."""
@@ -85,7 +84,6 @@ class Experiment:
     config: str
     """Name of the config, as in `txl config list`."""
     settings: tuple[str, ...] = ()
-    """What the row changes in the config."""
     split: str = "test"
     """Of which the paper's result is."""
     published: float | None = None
@@ -201,30 +199,22 @@ def count_differences(corpus: Corpus, manifest: "ShardManifest") -> Iterator[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one `txl reproduce` does."""
-
     name: str
     experiment: Experiment
     found: FoundFiles
     out: Path
     overrides: tuple[str, ...] = ()
-    """Of the user."""
     is_shrunk: bool = False
     on: str = "ray"
     ranks: int = 1
 
-    @property
-    def dataset(self) -> Path:
-        return self.out / "data"
-
     def settings(self) -> list[str]:
         """All settings that replace those of the config; the last one of a name counts."""
         shrunk = SHRUNK if self.is_shrunk else ()
-        places = (f"directory={self.out / 'run'}", f"data.path={self.dataset}")
+        places = (f"directory={self.out / 'run'}", f"data.path={self.out / 'data'}")
         return [*places, *shrunk, *self.experiment.settings, *self.overrides]
 
     def commands(self) -> dict[str, list[str]]:
-        """The words of each txl command, by its name."""
         row, corpus = self.experiment, self.experiment.corpus
         options: list[object] = []
         for key, length in row.lengths.items():
@@ -233,14 +223,14 @@ class Plan:
         commands: dict[str, list[object]] = {
             "prepare": [
                 *("prepare", *self.found.inputs(), "--format", corpus.format),
-                *("--recipe", corpus.recipe, "--out", self.dataset, "--workers", self.ranks),
+                *("--recipe", corpus.recipe, "--out", self.out / "data", "--workers", self.ranks),
             ],
             "train": [
                 *("train", row.config, *self.settings()),
                 *("--on", self.on, "--ranks", self.ranks),
             ],
             "eval": [
-                *("eval", self.out / "run", self.dataset, "--split", row.split, *options),
+                *("eval", self.out / "run", self.out / "data", "--split", row.split, *options),
                 *("--same-length", "--on", self.on, "--workers", self.ranks, "--resume"),
                 *("--out", self.out / row.split),
             ],
@@ -353,7 +343,7 @@ def reproduce(
     # With --json only the result goes to standard output.
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         _run_command(program, commands["prepare"])
-        differences += count_differences(experiment.corpus, load_manifest(plan.dataset))
+        differences += count_differences(experiment.corpus, load_manifest(plan.out / "data"))
         for difference in differences:  # before hours of training
             print(f"not the paper's data: {difference}", file=sys.stderr)
         _run_command(program, commands["train"])

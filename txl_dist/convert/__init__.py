@@ -1,7 +1,7 @@
 """Weights from other programs, and models to give to others.
 
-other_programs.py: reads .npz of the paper's code and directories of transformers
-original_model.py: the paper's Transformer-XL in both: its config and the names of its tensors
+original_model.py: reads .npz of the paper's code and directories of transformers, and converts the
+                   paper's models: configs and names of tensors
 llama_family.py:   Llama, Mistral, Qwen2 and Qwen3 of transformers: config and tensors, both ways
 checks.py:         config -> ModelConfig, tensors -> checked -> TransformerXL, for every format
 stored_model.py:   the export format (txl export, txl import), and `find_model`: a checkpoint or an

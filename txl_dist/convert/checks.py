@@ -5,7 +5,7 @@ the name of what is wrong. It knows no format; those of other programs use it, a
 """
 
 import json
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,11 @@ def check_names(names: Set[str], expected: Set[str], *, origin: str) -> None:
         "misses": expected - names,
         "has tensors unknown to this architecture:": names - expected,
     }
-    problems = [f"{problem} {_list(some)}" for problem, some in differences.items() if some]
+    problems = []
+    for problem, some in differences.items():
+        if some:
+            more = f" and {len(some) - 8} more" if len(some) > 8 else ""
+            problems.append(f"{problem} {', '.join(sorted(some)[:8])}{more}")
     if problems:
         raise CheckpointError(
             f"{origin} {' and '.join(problems)}; the config is not that of these weights"
@@ -125,8 +129,3 @@ def checked_tensor(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
             "was saved from had diverged, or the file is damaged"
         )
     return tensor
-
-
-def _list(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -55,10 +55,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
 }
 """Options that would be another function, and the values with which they are not."""
+_SCALINGS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_turns",
+        "high_freq_factor": "high_turns",
+        "original_max_position_embeddings": "original_len",
+    },
+}
+"""By `rope_type`: its options, and their names in `RotaryScaling`."""
 
 
 def is_family(options: Mapping[str, Any]) -> bool:
-    """Whether this is the config.json of a model of transformers that this module may know."""
+    """Whether a config.json is that of a model of transformers that this module may know."""
     return "model_type" in options and options["model_type"] != "transfo-xl"
 
 
@@ -119,27 +129,20 @@ def _rotation(options: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         raise ConfigError(f"{origin}: a rotation of a part of the channels is not supported")
-    values: dict[str, Any] = {"rotary_base": float(base)}
-    names = {"factor": "factor"}
-    if kind == "llama3":
-        names |= {
-            "low_freq_factor": "low_turns",
-            "high_freq_factor": "high_turns",
-            "original_max_position_embeddings": "original_len",
-        }
-    elif kind == "default":
-        return values
-    elif kind != "linear":
+    if kind == "default":
+        return {"rotary_base": float(base)}
+    if kind not in _SCALINGS:
         raise ConfigError(
             f"{origin}: rope_type={kind!r} is not supported; default, linear and llama3 are"
         )
+    names = _SCALINGS[kind]
     if missing := [name for name in names if name not in rope]:
         raise ConfigError(f"{origin}: the rotation {kind} has no {missing[0]}")
-    scaling = {own: rope[name] for name, own in names.items()}
-    values["rotary_scaling"] = {
-        name: float(value) if name != "original_len" else value for name, value in scaling.items()
-    } | {"kind": kind}
-    return values
+    scaling = {
+        own: rope[name] if own == "original_len" else float(rope[name])
+        for name, own in names.items()
+    }
+    return {"rotary_base": float(base), "rotary_scaling": {**scaling, "kind": kind}}
 
 
 def _window(
@@ -353,13 +356,8 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
     """New and old spelling: released versions read one or the other."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if (scaling := config.rotary_scaling) is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": scaling.low_turns,
-                "high_freq_factor": scaling.high_turns,
-                "original_max_position_embeddings": scaling.original_len,
-            }
+        names = _SCALINGS[scaling.kind]
+        rope = {"rope_type": scaling.kind, **{n: getattr(scaling, own) for n, own in names.items()}}
     return {
         "rope_theta": config.rotary_base,
         "rope_scaling": rope if config.rotary_scaling else None,

@@ -179,10 +179,8 @@ def rotate(c: Any, x_BNHK: Tensor, num_keys: int) -> Tensor:
 class TransformerXL:
     """model(ids_BT, memory, starts_BT) -> (logits_BTV, memory after the segment)."""
 
-    def __init__(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], segment_len: int
-    ) -> None:
-        self.c, self.w, self.segment_len = SimpleNamespace(**config), Weights(tensors), segment_len
+    def __init__(self, config: dict[str, Any], weights: Weights, segment_len: int) -> None:
+        self.c, self.w, self.segment_len = SimpleNamespace(**config), weights, segment_len
         self.like = self.w["layers.0.attention.query.weight"]  # of the dtype and device of all
         c, shares = self.c, self.c.mem_shares or [1.0]
         mem_len = 0 if c.memory == "tokens" else c.mem_len
@@ -195,9 +193,8 @@ class TransformerXL:
         for n, mem_len in enumerate(self.mem_lens):
             memory[f"layer-{n}"] = self.like.new_zeros(num_rows, mem_len, self.c.d_model)
         if self.num_added:
-            wide = torch.promote_types(self.like.dtype, torch.float32)
-            shape = num_rows, self.num_added, self.c.d_model
-            memory["tokens"] = self.like.new_zeros(shape, dtype=wide)
+            tokens_BmD = self.like.new_zeros(num_rows, self.num_added, self.c.d_model)
+            memory["tokens"] = tokens_BmD.to(torch.promote_types(tokens_BmD.dtype, torch.float32))
         return memory
 
     def __call__(
@@ -283,13 +280,11 @@ class TransformerXL:
         others, whose softmax divides the probability of that column (arXiv:1609.04309)."""
         c, w, table = self.c, self.w.below("softmax"), self.w.below("table")
         sizes = [stop - start for start, stop in pairwise([0, *c.cutoffs, c.vocab_size])]
-        num_tables = len(sizes) if c.div_val > 1 else 1
-        own = table if c.tie_weight else w
+        num_tables, own = len(sizes) if c.div_val > 1 else 1, table if c.tie_weight else w
         weights = [own[f"weights.{number}"] for number in range(num_tables)]
         weights = weights if num_tables == len(sizes) else [*weights[0].split(sizes)]
         bias_V = w["bias"] if c.biases else self.like.new_zeros(c.vocab_size)
-        scores = []
-        biases = [*bias_V.split(sizes)]
+        scores, biases = [], [*bias_V.split(sizes)]
         if c.cutoffs:
             more = w["cluster_bias"] if c.biases else bias_V.new_zeros(len(c.cutoffs))
             weights[0] = torch.cat([weights[0], w["cluster_weight"]])
@@ -319,7 +314,7 @@ def load(
     if (content.get("format"), content.get("version")) != ("txl-model", 1):
         raise ValueError(f"{directory / 'config.json'} is not that of a model of this file")
     tensors = read_safetensors(directory / "model.safetensors", content["weights_sha256"])
-    moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    moved = Weights({name: tensor.to(device, dtype) for name, tensor in tensors.items()})
     path = directory / "txl_tokenizer.json"
     tokenizer = Tokenizer(json.loads(path.read_text("utf-8"))) if path.exists() else None
     return TransformerXL(content["model"], moved, content["reading"]["tgt_len"]), tokenizer
@@ -397,8 +392,8 @@ def generate_ids(
 ) -> Iterator[int]:
     """Ids that follow the ids of a prompt, without end. Temperature 0: always the most likely."""
     c, device, size = model.c, model.like.device, model.segment_len
-    has_memory, generator = model.num_added > 0 or any(model.mem_lens), torch.Generator()
-    generator.manual_seed(seed)
+    has_memory = model.num_added > 0 or any(model.mem_lens)
+    generator = torch.Generator().manual_seed(seed)
     memory, pending = model.empty_memory(1), [*prompt]
     while True:
         while has_memory and len(pending) > size:
@@ -445,13 +440,9 @@ def generate(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Continue a text with the model next to this file."
-    )
-    parser.add_argument("--prompt", default="")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description="Continue a text with the model of this folder.")
+    for flag, value in (("prompt", ""), ("max-tokens", 256), ("temperature", 1.0), ("seed", 0)):
+        parser.add_argument(f"--{flag}", type=type(value), default=value)
     options = vars(parser.parse_args())
     loaded, its_tokenizer = load(Path(__file__).parent)
     assert its_tokenizer, "there is no tokenizer.json next to this file"

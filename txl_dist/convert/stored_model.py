@@ -77,8 +77,7 @@ class Reading:
 
 
 DEFAULT_READING = Reading()
-FAMILY_READING = Reading(reset="document")
-"""Of models of transformers, which read one document at a time."""
+FAMILY_READING = Reading(reset="document")  # transformers reads one document at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,18 +159,11 @@ def _read_config(directory: Path) -> tuple[ExportedConfig, ModelConfig]:
     return exported, checked_config(model, origin=f"{path}, model")
 
 
-def load_exported(
-    directory: Path, *, config: ModelConfig | None = None
-) -> tuple[TransformerXL, Tokenizer | None]:
-    """The model in evaluation mode, on the CPU in fp32, and its tokenizer if there is one.
+def _weights(path: Path, exported: ExportedConfig, config: ModelConfig) -> TransformerXL:
+    """The model in evaluation mode, on the CPU in fp32. Raises CheckpointError for a damaged file.
 
-    `config` may differ from the exported one in fields without weights (mem_len, clamp_len,
-    same_length, attention). Raises CheckpointError naming the damaged file, ConfigError for an
-    invalid config.
+    All bytes are hashed first: safetensors does not detect a flipped bit inside a tensor.
     """
-    exported, stored_config = _read_config(directory)
-    path = directory / WEIGHTS_NAME
-    # All bytes are hashed first: safetensors does not detect a flipped bit inside a tensor.
     try:
         if (digest := sha256_file(path)) != exported.weights_sha256:
             raise CheckpointError(
@@ -181,35 +173,19 @@ def load_exported(
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); export it again") from None
-    origin = str(directory / CONFIG_NAME)
-    model = empty_model(config or stored_config, origin=origin, num_tensors=len(weights))
-    checked = check_tensors(weights, model.state_dict(), origin=str(path))
-    return assign_weights(model, checked), _tokenizer(_tokenizer_path(directory), stored_config)
+    origin = str(path.with_name(CONFIG_NAME))
+    model = empty_model(config, origin=origin, num_tensors=len(weights))
+    return assign_weights(model, check_tensors(weights, model.state_dict(), origin=str(path)))
 
 
-def _tokenizer_path(directory: Path) -> Path:
-    path = directory / OWN_NAME
-    return path if path.exists() else directory / TOKENIZER_NAME
-
-
-def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
-    if not path.exists():
-        return None
-    return _fitting(load_tokenizer(path), path, config)
-
-
-def _fitting(tokenizer: Tokenizer | None, path: Path, config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer, if there is one. Raises CheckpointError for that of another model."""
+def _require_fitting(tokenizer: Tokenizer | None, path: Path, config: ModelConfig) -> None:
+    """Raises CheckpointError for the tokenizer of another model."""
     if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"{path} has vocab_size={tokenizer.vocab_size}, {CONFIG_NAME} has "
             f"vocab_size={config.vocab_size}: it is the tokenizer of another model. Replace it, "
             "or export the model again"
         )
-    return tokenizer
-
-
-Load = Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,10 +200,9 @@ class StoredModel:
     """None for imported weights, which have no tokenizer."""
     tgt_len: int
     reset: Reset
-    """`tgt_len` and `reset` as in training."""
     weights: Weights = "last"
     """Which weights of a checkpoint: the average over steps, or those of the last step."""
-    load: Load
+    load: Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
     """Returns the model on the CPU, in evaluation mode, and its tokenizer. The config may differ
     from the stored one in fields without weights. Raises CheckpointError for damaged files."""
 
@@ -306,7 +281,8 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
 def _of_transformers(path: Path, options: Mapping[str, Any]) -> StoredModel:
     """A directory of transformers, read as `txl import` reads it."""
     config = family_config(options, origin=str(path / CONFIG_NAME))
-    tokenizer = _fitting(directory_tokenizer(path), path, config)
+    tokenizer = directory_tokenizer(path)
+    _require_fitting(tokenizer, path, config)
     statuses = {file: file.stat() for file in sorted(path.glob("*.safetensors"))}
     hashes = [_hash_of(file, s.st_size, s.st_mtime_ns) for file, s in statuses.items()]
     return StoredModel(
@@ -327,8 +303,10 @@ def _hash_of(file: Path, _size: int, _mtime_ns: int) -> str:
 
 def _exported(path: Path) -> StoredModel:
     exported, config = _read_config(path)
-    tokenizer_path = _tokenizer_path(path)
-    tokenizer = _tokenizer(tokenizer_path, config)
+    has_own = (path / OWN_NAME).exists()
+    tokenizer_path = path / (OWN_NAME if has_own else TOKENIZER_NAME)
+    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.exists() else None
+    _require_fitting(tokenizer, tokenizer_path, config)
     return StoredModel(
         path=path,
         digest=sha256_of([asdict(config), exported.weights_sha256]),
@@ -336,5 +314,5 @@ def _exported(path: Path) -> StoredModel:
         tokenizer=StoredTokenizer(tokenizer_path, tokenizer.digest) if tokenizer else None,
         tgt_len=exported.reading.tgt_len,
         reset=exported.reading.reset,
-        load=lambda changed: load_exported(path, config=changed),
+        load=lambda changed: (_weights(path / WEIGHTS_NAME, exported, changed), tokenizer),
     )

@@ -174,7 +174,6 @@ class _MicroBatchBytes(LiveBytes):
         self.start_bytes, self._gradient_bytes, self._num_complete = 0, 0, 0
 
     def follow(self, model: TransformerXL, *, bucket_size: int) -> None:
-        """Update `peaks` from now on."""
         self.start_bytes, self._bucket_size = self.live_bytes, bucket_size
         self.on_change = self._update
         for parameter in model.parameters():

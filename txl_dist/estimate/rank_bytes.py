@@ -27,7 +27,7 @@ gradients are fp16). Copies and buffers: DeepSpeed 0.19.8, stage_1_and_2.py and 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple, Self
 
 from txl_dist.config.training_config import DeepSpeedConfig
@@ -76,8 +76,6 @@ class ZeroSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter of a model."""
-
     name: str
     num_elements: int
     num_states: int
@@ -150,7 +148,6 @@ class RankBytes:
     """Weights and their fp32 masters."""
     gradients: int
     optimizer: int
-    """Optimizer state."""
     buffers: int
     """DeepSpeed's buckets, flat copies and gathered weights."""
     lanes: int
@@ -160,9 +157,7 @@ class RankBytes:
 
     @property
     def device(self) -> int:
-        """Their sum."""
-        stored = self.weights + self.optimizer + self.lanes
-        return stored + self.gradients + self.buffers + self.activations
+        return sum(astuple(self))
 
 
 class IntervalBytes(NamedTuple):
@@ -175,8 +170,6 @@ class IntervalBytes(NamedTuple):
 
 @dataclass(kw_only=True)
 class RankPeak:
-    """Computes the bytes of one rank."""
-
     model: ModelNeeds
     zero: ZeroSettings
     num_ranks: int

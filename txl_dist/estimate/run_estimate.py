@@ -63,19 +63,20 @@ class RunEstimate:
     tokens_per_second: float
     """Summed over all ranks."""
     num_steps: int
-    """Steps of the whole run."""
 
     @property
     def days(self) -> float:
-        """Duration of the whole run."""
         return self.num_steps * self.step_seconds / 86400
 
     def to_json(self) -> dict[str, Any]:
-        stages = {
-            stage: {**asdict(use), "device": use.device} for stage, use in self.stages.items()
+        return {
+            **asdict(self),
+            "stages": {
+                stage: {**asdict(use), "device": use.device} for stage, use in self.stages.items()
+            },
+            "days": self.days,
+            "legal_world_sizes": {"minimum": 1, "maximum": self.lanes_per_step},
         }
-        sizes = {"minimum": 1, "maximum": self.lanes_per_step}
-        return {**asdict(self), "stages": stages, "days": self.days, "legal_world_sizes": sizes}
 
 
 def with_data(config: RunConfig) -> RunConfig:
@@ -142,11 +143,9 @@ def estimate_run(
     rows = min(rank_rows, config.training.micro_batch_lanes or rank_rows)
     micro_batches = math.ceil(rank_rows / rows)
     model = dry_run(config, micro_batch_rows=rows, device=device)
-    dtype = TORCH_DTYPE[config.training.memory_dtype]
-    lane = memory_kind(config.model).empty(1, dtype=dtype, device="meta").row(0).values()
-    lane_elements = sum(tensor.numel() for tensor in lane)
+    memory_dtype, on_gpu = TORCH_DTYPE[config.training.memory_dtype], device == "cuda"
+    lane = memory_kind(config.model).empty(1, dtype=memory_dtype, device="meta").row(0).values()
     lane_bytes = sum(tensor.nbytes for tensor in lane)
-    on_gpu = device == "cuda"
     stages = {
         stage: RankPeak(
             model=model,
@@ -178,7 +177,11 @@ def estimate_run(
         padded_share=1 - data.rows / (rows * micro_batches * gpus),
         stages=stages,
         checkpoint_bytes=FP32_BYTES
-        * (model.num_parameters + model.num_states + data.num_lanes * lane_elements),
+        * (
+            model.num_parameters
+            + model.num_states
+            + data.num_lanes * sum(tensor.numel() for tensor in lane)
+        ),
         step_seconds=seconds,
         tokens_per_second=data.tokens_per_step / seconds,
         num_steps=config.num_steps,
@@ -189,7 +192,6 @@ def estimate_run(
 
 
 def lines_of(estimate: RunEstimate) -> Iterator[str]:
-    """The lines that `txl estimate` prints."""
     lanes, run_stage = estimate.lanes_per_step, estimate.zero_stage
     yield (
         f"{estimate.num_parameters:,} parameters, {estimate.flops_per_token:.3g} FLOPs per token "

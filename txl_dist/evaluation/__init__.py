@@ -6,5 +6,5 @@ batches.py:     batches of chunks, how a worker scores one, and the file of fini
 distributed.py: all batches on any workers, for several models and splits; sweeps
 result.py:      the schema of a result, the line to quote, the words of the text
 scores.py:      the sums, also those of a training step; every score with its label and format
-breakdown.py:   loss by position, token and document (--details); bootstrap.py: intervals
+breakdown.py:   loss by position, token and document (--details), and intervals
 """

@@ -43,7 +43,7 @@ from txl_dist.evaluation.breakdown import (
     log_bucket,
     total_breakdown,
 )
-from txl_dist.evaluation.result import EvaluationResult, ScoredText, Subject, protocol_line
+from txl_dist.evaluation.result import EvaluationResult, ScoredText, named, protocol_line
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
 from txl_dist.evaluation.spec import EvaluationSpec, context_tokens
@@ -77,7 +77,6 @@ class FinishedScores:
         self.path, self.is_resumed = path, resume
         self._key, self._description = key, description
         self.batches: dict[int, BatchScores] = {}
-        """By number of the batch."""
         self._is_begun = False
         if resume and path is not None and path.exists():
             self._read(path)
@@ -203,11 +202,6 @@ def score_batch(task: ScoringTask) -> BatchScores:
         )
     with torch_threads(task.spec.num_threads):
         sums = list(scorer.scores(task.chunks, counter=counter))
-    _require_finite(task, sums)
-    return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
-
-
-def _require_finite(task: ScoringTask, sums: Sequence[LossSums]) -> None:
     for number, chunk in zip(task.chunk_numbers, sums, strict=True):
         if not math.isfinite(chunk.nats):
             raise CheckpointError(
@@ -216,6 +210,7 @@ def _require_finite(task: ScoringTask, sums: Sequence[LossSums]) -> None:
                 "overflows on this text. Try --precision fp32, or an earlier checkpoint: txl "
                 "checkpoint list RUN"
             )
+    return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
 
 
 _opened: dict[EvaluationSpec, Scorer] = {}
@@ -243,7 +238,7 @@ class PlannedEvaluation:
     chunks: list[EvaluationChunk]
     finished: FinishedScores
     text: ScoredText
-    data: Subject
+    data_digest: str
     given: EvaluationSpec
     """The spec as it was given, whose paths may be relative."""
     trained: ModelConfig
@@ -273,19 +268,17 @@ class PlannedEvaluation:
     @property
     def breakdown(self) -> Breakdown | None:
         """That of all batches; None if neither details nor documents are wanted."""
-        batches = [scores for _, scores in sorted(self.finished.batches.items())]
-        parts = [scores.breakdown for scores in batches if scores.breakdown is not None]
+        batches = sorted(self.finished.batches.items())
+        parts = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
         return total_breakdown(parts) if parts else None
 
     def result(self) -> EvaluationResult:
-        """The score of all batches."""
         settings, sums = self.spec.settings, self.sums
-        model = Subject(model_name(self.spec.checkpoint), self.spec.digest)
         protocol = protocol_line(
             settings,
             num_tokens=sums.num_tokens,
-            data=self.data,
-            model=model,
+            data=named(self.spec.data.name, self.data_digest),
+            model=named(model_name(self.spec.checkpoint), self.spec.digest),
             memory=self.trained.memory,
             weights=self.spec.weights,
             kernels={scores.kernel for scores in self.finished.batches.values()},
@@ -300,8 +293,8 @@ class PlannedEvaluation:
             "context_tokens": context_tokens(settings, self.trained),
             "num_chunks": len(self.chunks),
             "context_overhead": overhead(self.chunks),
-            "data_sha256": self.data.digest,
-            "model_sha256": model.digest,
+            "data_sha256": self.data_digest,
+            "model_sha256": self.spec.digest,
             "protocol": protocol,
             "weights": self.spec.weights,
         }

@@ -9,22 +9,30 @@ document_position: tokens from the start of the target's document to the target.
     a document, at 0, is an end-of-document token in datasets that have them.
 segment_position: the position in the segment of the query that predicts the target.
 token_frequency: how often the target's id occurs in the split that `counted_split` names.
+
+Percentile bootstrap: how much a result depends on the choice of the text. Draw N of N units of text
+with replacement, compute the result, repeat, take quantiles. Losses within a document depend on
+each other, so the units are whole documents. With fewer than MIN_DOCUMENTS the units are single
+targets (`txl recl`), or there is no interval (`txl eval --details`). An interval covers neither
+training nor the seed of a run. Its ends are among the resampled values, so that of a rising
+function of a score is the function of its ends. Source: Efron 1979, "Bootstrap Methods",
+doi:10.1214/aos/1176344552.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.order import hash_ids
 from data_pipeline.streams.segments import read_range
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.workers import Progress
-from txl_dist.evaluation import bootstrap
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
@@ -42,7 +50,6 @@ def log_bucket(value: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def log_bucket_bounds(bucket: int) -> tuple[int, int]:
-    """The smallest and largest value of a bucket."""
     return (0, 0) if bucket == 0 else (2 ** (bucket - 1), 2**bucket - 1)
 
 
@@ -107,15 +114,12 @@ def breakdown_from_json(content: dict[str, Any]) -> Breakdown:
 
 
 class BreakdownCounter:
-    """Adds the segments of one batch of chunks."""
-
     def __init__(
         self, *, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: "Tensor"
     ) -> None:
         """`frequency_bucket_V`: None leaves out all TABLES."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
         self._sums: list[Breakdown] = []
-        """Those of all segments so far, if there is one."""
 
     def add(
         self,
@@ -148,6 +152,61 @@ class BreakdownCounter:
         return sums
 
 
+# --- bootstrap intervals --------------------------------------------------------------------------
+
+# Shapes: N targets, U units
+
+MIN_DOCUMENTS = 10
+LEVEL = 0.95
+"""Share of resamples inside an interval."""
+NUM_RESAMPLES = 1000
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resampling:
+    unit: Literal["document", "position"]
+    num_units: int
+    num_resamples: int = NUM_RESAMPLES
+    seed: int = SEED
+
+    def draws(self) -> Iterator[NDArray[np.int64]]:
+        """The units of each resample, [U]."""
+        for number in range(self.num_resamples):
+            hashes = hash_ids(self.seed, number, num_ids=self.num_units)
+            yield (hashes % np.uint64(self.num_units)).astype(np.int64)
+
+
+def plan_resampling(document_N: NDArray[np.int64], *, num_resamples: int, seed: int) -> Resampling:
+    """By document if there are enough of them, else by position."""
+    num_documents = len(np.unique(document_N))
+    if num_documents >= MIN_DOCUMENTS:
+        return Resampling("document", num_documents, num_resamples, seed)
+    return Resampling("position", len(document_N), num_resamples, seed)
+
+
+def resamples(document_N: NDArray[np.int64], resampling: Resampling) -> Iterator[NDArray[np.int64]]:
+    """The indices of the targets in each resample."""
+    if resampling.unit == "document":
+        _, unit_N = np.unique(document_N, return_inverse=True)
+    else:
+        unit_N = np.arange(len(document_N))
+    order = np.argsort(unit_N, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(unit_N[order])) + 1)
+    for drawn_U in resampling.draws():
+        yield np.concatenate([members[unit] for unit in drawn_U.tolist()])
+
+
+def interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    """The percentile interval; its ends are among the values."""
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(np.asarray(values), [tail, 1 - tail], method="inverted_cdf")
+    return float(low), float(high)
+
+
+# --- the details of a result ----------------------------------------------------------------------
+
+
 def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | None] | None:
     """By name of each score of tokens or bytes: its interval, from resampled documents.
 
@@ -155,7 +214,7 @@ def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | Non
     a resample.
     """
     num_documents = len(documents.key_K)
-    if num_documents < bootstrap.MIN_DOCUMENTS:
+    if num_documents < MIN_DOCUMENTS:
         return None
     names = ("nats", "tokens", "bytes")
     resampled = [
@@ -166,14 +225,14 @@ def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | Non
         if score.needs in names:
             is_known = all(sums[score.needs] > 0 for sums in resampled)
             values = [score.finish(sums) for sums in resampled] if is_known else []
-            intervals[name] = bootstrap.interval(values) if values else None
+            intervals[name] = interval(values) if values else None
     return intervals
 
 
 def _resampled(columns: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
     """The sums of all columns but the first, the keys, in each resample of the documents."""
     table_DC = np.stack(columns[1:], axis=1)
-    for drawn in bootstrap.Resampling("document", len(table_DC)).draws():
+    for drawn in Resampling("document", len(table_DC)).draws():
         yield np.bincount(drawn, minlength=len(table_DC)) @ table_DC
 
 
@@ -188,9 +247,9 @@ def paired_difference(
     nats_D = documents.nats_K - base.nats_K
     columns = documents.key_K, nats_D, documents.tokens_K
     ends = None
-    if len(nats_D) >= bootstrap.MIN_DOCUMENTS:
+    if len(nats_D) >= MIN_DOCUMENTS:
         sums = [sums_2 for sums_2 in _resampled(columns) if sums_2[1]]
-        ends = bootstrap.interval([nats / tokens for nats, tokens in sums])
+        ends = interval([nats / tokens for nats, tokens in sums])
     return float(nats_D.sum() / documents.tokens_K.sum()), ends
 
 
@@ -210,9 +269,9 @@ def details_to_json(breakdown: Breakdown, counted_split: str) -> dict[str, Any]:
     return {
         "interval": intervals
         and {
-            "level": bootstrap.LEVEL,
-            "num_resamples": bootstrap.NUM_RESAMPLES,
-            "seed": bootstrap.SEED,
+            "level": LEVEL,
+            "num_resamples": NUM_RESAMPLES,
+            "seed": SEED,
             "num_documents": num_documents,
             **{name: ends and [*map(in_range, ends)] for name, ends in intervals.items()},
         },
@@ -234,7 +293,6 @@ def _rows(table: LossTable, *, is_log: bool) -> Iterator[dict[str, Any]]:
 
 
 COUNTED_TOKENS = 1 << 18
-"""Tokens that are counted at a time."""
 
 
 def counted_split(manifest: ShardManifest, scored: str) -> str:

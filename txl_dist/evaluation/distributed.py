@@ -20,7 +20,6 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.system.workers import InProcess, Progress, WorkerDiedError, Workers
-from txl_dist.checkpoint.directory import run_of
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.evaluation.batches import (
@@ -31,8 +30,7 @@ from txl_dist.evaluation.batches import (
     scoring_tasks,
 )
 from txl_dist.evaluation.breakdown import counted_split
-from txl_dist.evaluation.result import EvaluationResult, Subject, scored_text
-from txl_dist.evaluation.scores import FOLDER
+from txl_dist.evaluation.result import EvaluationResult, scored_text
 from txl_dist.evaluation.spec import EvaluationSpec, plan_evaluation
 from txl_dist.runtime.process import code_description
 
@@ -139,17 +137,11 @@ def plan_spec(
         chunks=chunks,
         finished=FinishedScores(path, key=key, description=description, resume=resume),
         text=scored_text(source, max_tokens=spec.settings.max_tokens),
-        data=Subject(spec.data.name, manifest.digest),
+        data_digest=manifest.digest,
         trained=model.config,
         counted_split=counted,
         per_document=per_document,
     )
-
-
-def default_scores_directory(checkpoint: Path) -> Path | None:
-    """RUN/evaluations for a checkpoint of a run; None for other models."""
-    run = run_of(checkpoint)
-    return None if run is None else run / FOLDER
 
 
 Sweep: TypeAlias = Sequence[Sequence[PlannedEvaluation]]
@@ -165,8 +157,7 @@ def evaluate_sweep(
     """
     candidates = score([specs[0] for specs in sweep])
     best = min(range(len(candidates)), key=lambda number: candidates[number].nats)
-    others = sweep[best][1:]
-    reported = score(others) if others else []
+    reported = score(sweep[best][1:]) if sweep[best][1:] else []
     return [
         *(
             each.model_copy(update={"selected": number == best})

@@ -33,7 +33,7 @@ from pydantic import (
     model_validator,
 )
 
-from data_pipeline.shards.manifest import ShardManifest, TextCounts, open_tokenizer
+from data_pipeline.shards.manifest import TextCounts, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.shard_writer import count_text
 from data_pipeline.system.strict import first_problem
@@ -73,7 +73,6 @@ class EvaluationResult(BaseModel):
     line_ends_scored: int | None = None
     characters_scored: int | None = None
     not_counted: str | None = None
-    """Why there are no such counts."""
     mode: str
     tgt_len: int
     mem_len: int
@@ -141,7 +140,6 @@ class EvaluationResult(BaseModel):
 
     @property
     def known_scores(self) -> dict[str, float]:
-        """The scores that have a value."""
         return {name: value for name, value in self.scores.items() if value is not None}
 
     @property
@@ -188,16 +186,12 @@ def read_result(path: Path, *, model_digest: str | None = None) -> EvaluationRes
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What a number depends on, a dataset or a model: its name and its digest."""
+def named(name: str, digest: str) -> str:
+    """What a score depends on, in a protocol: `wt103 (sha256 0f3c96a1b2d4)`.
 
-    name: str
-    digest: str
-    """Hex sha256: of a dataset its manifest, of a model its architecture and weights."""
-
-    def __str__(self) -> str:
-        return f"{self.name} (sha256 {self.digest[:SHOWN_DIGITS]})"
+    `digest`: hex sha256, of a dataset its manifest, of a model its architecture and weights.
+    """
+    return f"{name} (sha256 {digest[:SHOWN_DIGITS]})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +200,6 @@ class ScoredText:
 
     counts: TextCounts | None = None
     reason: str = "the text was not counted"
-    """Used if `counts` is None."""
     document_ends: int = 0
     """End-of-document tokens that were scored."""
     is_word_model: bool = False
@@ -251,7 +244,6 @@ class ScoredText:
 
     @property
     def definition_of_a_word(self) -> str:
-        """What the protocol line says about words."""
         if self.is_word_model:
             return "word = token of the model: a word, the mark of a line or a document end"
         if self.counts is None:
@@ -265,8 +257,7 @@ class ScoredText:
 
 def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
     """The text of a split whose targets are all scored; unknown for a part of a split."""
-    manifest: ShardManifest = source.manifest
-    tokenizer = open_tokenizer(source.directory, manifest)
+    tokenizer = open_tokenizer(source.directory, source.manifest)
     is_word_model = isinstance(tokenizer, WordTokenizer)
     reason = ""
     if isinstance(tokenizer, IdTokenizer):
@@ -278,7 +269,7 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
     document_ends = source.entry.documents if tokenizer.opens_documents else 0
     counts, num_bytes = source.entry.text_counts, source.entry.text_bytes
     first = source.read(0, 0, 1)
-    if int(first[0]) == manifest.end_of_document:
+    if int(first[0]) == source.manifest.end_of_document:
         document_ends -= 1
     else:
         text = tokenizer.decode(first)
@@ -296,17 +287,20 @@ def protocol_line(
     settings: "EvaluationSettings",
     *,
     num_tokens: float,
-    data: Subject,
-    model: Subject,
+    data: str,
+    model: str,
     memory: str,
     weights: str,
     kernels: Iterable[str],
     definition_of_a_word: str,
 ) -> str:
-    """One line to quote next to the score. `kernels` change the last digits only."""
-    part, max_tokens = "", settings.max_tokens
-    if max_tokens is not None and num_tokens == max_tokens - 1:
-        part = f"first {max_tokens:,} tokens of "
+    """One line to quote next to the score. `kernels` change the last digits only.
+
+    `data` and `model`: as `named` writes them.
+    """
+    max_tokens = settings.max_tokens
+    is_part = max_tokens is not None and num_tokens == max_tokens - 1
+    part = f"first {max_tokens:,} tokens of " if is_part else ""
     parts = [
         f"{part}split {settings.split} of {data}",
         f"model {model}",

@@ -36,15 +36,11 @@ Finisher: TypeAlias = Callable[[NamedSums], float]
 
 @dataclass(frozen=True, slots=True)
 class ScoreDefinition:
-    """How a score is computed and shown."""
-
     finish: Finisher
     needs: str
     """The sum without which there is no score."""
     label: str
-    """For people, with its unit."""
     in_tables: bool
-    """Whether tables of several results have a column of it."""
     in_lines: str
     """Its format in the lines of a run's log, such as `ppl {:.2f}`; empty: not there."""
 
@@ -103,7 +99,6 @@ def nats_per_token(sums: NamedSums) -> float:
 
 @score(needs="tokens", in_lines="ppl {:.2f}")
 def perplexity(sums: NamedSums) -> float:
-    """exp(nats per token)."""
     return _exp(nats_per_token(sums))
 
 

@@ -138,15 +138,12 @@ class BatchSegment(NamedTuple):
     """From 0 at the start of the context, where the memory is empty, and with `reset: document` at
     document starts."""
     position_BT: Tensor
-    """Position of the target in the split."""
     document_age_BT: Tensor
     """Tokens from the start of the target's document to the target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
-    """Scores chunks of one split with one model."""
-
     model: TransformerXL
     source: TokenSource
     tgt_len: int
@@ -200,7 +197,6 @@ class Scorer:
             yield from sums
 
     def groups(self, chunks: Sequence[EvaluationChunk]) -> Iterator[list[EvaluationChunk]]:
-        """The chunks in order, `batch_chunks` at a time."""
         remaining = iter(chunks)
         while group := list(islice(remaining, self.batch_chunks)):
             yield group

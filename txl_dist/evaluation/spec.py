@@ -23,7 +23,6 @@ from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.evaluation.scoring import EvaluationChunk, Mode, Scorer, plan_chunks
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
-from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import EXACT_THREADS, default_device
 from txl_dist.runtime.process import keep_freed_memory
 
@@ -68,7 +67,6 @@ class EvaluationSpec:
     """The chunks are divided into batches as `evaluate_on_ranks` does it on this many ranks: the
     composition of a batch may change the last bit of a sum."""
     num_threads: int = EXACT_THREADS
-    """Threads of torch on the CPU of a worker."""
     digest: str = ""
     """Digest of the model, set by `plan_spec`. Later the path may hold another model."""
 
@@ -117,7 +115,12 @@ class EvaluationSpec:
                 "run went back and saved this step again, or the path was replaced. Run the "
                 "command again"
             )
-        _require_finite(model, self.checkpoint)
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise CheckpointError(
+                    f"{self.checkpoint}: weight {name} has values that are NaN or Inf, so every "
+                    "score would be NaN. Use an earlier checkpoint: txl checkpoint list RUN"
+                )
         tokenizer = tokenizer or open_tokenizer(self.data, manifest)
         return Scorer(
             model=model.to(default_device()),
@@ -128,15 +131,6 @@ class EvaluationSpec:
             batch_chunks=self.batch_chunks,
             byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
         )
-
-
-def _require_finite(model: TransformerXL, checkpoint: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise CheckpointError(
-                f"{checkpoint}: weight {name} has values that are NaN or Inf, so every score would "
-                "be NaN. Use an earlier checkpoint: txl checkpoint list RUN"
-            )
 
 
 def evaluation_spec(

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
 
 DEFAULT_BATCH_SIZE = 8
-"""Prompts at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +107,6 @@ def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
 
 
 def describe_unknown(unknown: Counter[str]) -> str:
-    """How many there are, and the most frequent ones."""
     shown = [
         repr(symbol[:40]) + (f" ({count:,} times)" if count > 1 else "")
         for symbol, count in unknown.most_common(10)

@@ -26,6 +26,7 @@ from txl_dist.generation.text import Sampling, TextLimits, describe_unknown
 from txl_dist.harness.scoring import (
     GenerationRequest,
     ModelSource,
+    Request,
     ScoringRequest,
     Unit,
     batches,
@@ -76,7 +77,6 @@ class ModelArguments(BaseModel):
     max_gen_toks: PositiveInt = 256
 
 
-Request = TypeVar("Request", ScoringRequest, GenerationRequest)
 Answer = TypeVar("Answer")
 
 
@@ -85,7 +85,6 @@ class TransformerXLModel(LM):
     """A checkpoint, a run (its newest checkpoint) or an exported model, with its tokenizer."""
 
     def __init__(self, checkpoint: str | Path, **arguments: Any) -> None:
-        """`arguments`: see ModelArguments."""
         super().__init__()
         try:  # on the harness's command line numbers are text
             self._arguments = chosen = ModelArguments.model_validate(arguments)
@@ -254,5 +253,4 @@ class TransformerXLModel(LM):
 
 
 def _name(request: "Instance") -> str:
-    """The name of a request in errors."""
     return f"task {request.task_name}, document {request.doc_id}, {request.request_type}"

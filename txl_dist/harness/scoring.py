@@ -32,15 +32,12 @@ from txl_dist.sequence import SequenceReader
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """Which model a worker opens, and how it reads."""
-
     checkpoint: Path
     weights: Weights
     tgt_len: int
     mem_len: int
     precision: Precision
     device: str | None
-    """As the harness names it; None: a GPU if the worker has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,6 @@ def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
 
 
 def continue_prompts(unit: Unit[GenerationRequest]) -> list[str]:
-    """The texts that follow the prompts of a unit."""
     model, tokenizer = open_model(unit.source)
     with torch_threads(EXACT_THREADS):
         texts = generate_from_ids(

@@ -23,7 +23,7 @@ from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
-    from txl_dist.doctor.checks import DoctorRequest, Finding
+    from txl_dist.launch.doctor import DoctorRequest, Finding
 
 GROUP = "txl.launchers"
 OURS = {

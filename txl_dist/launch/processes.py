@@ -20,7 +20,7 @@ from txl_dist.runtime.process import free_port, num_gpus, without_torchrun
 from txl_dist.training.spec import RunDirectory, TrainSpec
 
 if TYPE_CHECKING:
-    from txl_dist.doctor.checks import DoctorRequest, Finding
+    from txl_dist.launch.doctor import DoctorRequest, Finding
 
 
 class ProcessLauncher(Launcher):
@@ -58,7 +58,8 @@ class ProcessLauncher(Launcher):
         return ProcessWorkers(num_workers)
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
-        from txl_dist.doctor.checks import check_this_machine
+        """Check this machine."""
+        from txl_dist.launch.doctor import check_this_machine
 
         return check_this_machine(request)
 

@@ -17,7 +17,7 @@ from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, read_str
 from tests.support.token_sources import TextSource, random_corpus
 from txl_dist.analysis.windows import Positions, WindowScorer, measure_losses, sample_positions
 from txl_dist.errors import CheckpointError, DataError
-from txl_dist.evaluation.bootstrap import plan_resampling, resamples
+from txl_dist.evaluation.breakdown import plan_resampling, resamples
 from txl_dist.model.transformer_xl import TransformerXL
 
 MEMORY_MODELS: list[dict[str, Any]] = [

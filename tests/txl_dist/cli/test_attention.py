@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.commands import run_txl
+from tests.support.exported_model import tide_dataset
 from tests.txl_dist.checkpoint import saving
 from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.model.transformer_xl import TransformerXL
@@ -20,13 +19,7 @@ WRITTEN = ["attention.json", "attention.png", "attention.svg"]
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("attention")
-    (folder / "corpus").mkdir()
-    for number in range(4):
-        text = f"{number}: the tide comes in, the tide goes out. " * (number + 1)
-        (folder / "corpus" / f"{number}.txt").write_text(text)
-    prepare_dataset([folder / "corpus"], folder / "data", PrepareSettings(split={"valid": 0.5}))
-    return folder / "data"
+    return tide_dataset(tmp_path_factory.mktemp("attention"))
 
 
 @pytest.fixture(scope="module")

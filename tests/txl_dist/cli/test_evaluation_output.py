@@ -135,16 +135,13 @@ def test_neither_workers_nor_a_stop_nor_details_change_a_bit(
         evaluate(spec, Recorder(stop_after=2), tmp_path)
     again = Recorder()
     assert evaluate(spec, again, tmp_path, resume=True) == expected
+    plain, wanted = (plan_spec(spec, tmp_path, per_document=each) for each in (False, True))
+    assert plain.finished.path != wanted.finished.path, "sums without documents are not used"
     num_batches = sum(1 for _ in plan_spec(spec).batches())
     assert len(again.scored) == num_batches - 2
     (_, lines), (_, others) = expected, evaluate(replace(spec, batch_chunks=7), InProcess())
     for line, other in zip(map(json.loads, lines), map(json.loads, others), strict=True):
         assert other == line | {"nats": pytest.approx(line["nats"], rel=1e-5)}
-
-
-def test_scores_without_documents_are_not_used(spec: EvaluationSpec, tmp_path: Path) -> None:
-    plain, wanted = plan_spec(spec, tmp_path), plan_spec(spec, tmp_path, per_document=True)
-    assert plain.finished.path != wanted.finished.path
 
 
 def test_a_part_of_a_split_has_the_documents_that_begin_in_it(spec: EvaluationSpec) -> None:

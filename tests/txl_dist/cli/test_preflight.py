@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from tests.support.commands import run_txl
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import dump_run_config, load_run_config
-from txl_dist.doctor.checks import Finding, report
 from txl_dist.estimate import run_estimate
+from txl_dist.launch.doctor import Finding, report
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
 

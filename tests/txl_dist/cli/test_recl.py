@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from tests.support.commands import run_txl
-from tests.support.exported_model import export_small_model
+from tests.support.exported_model import export_small_model, tide_dataset
 from tests.support.small_models import small_model
-from txl_dist.cli import progress
+from txl_dist.cli import options
 from txl_dist.cli.app import app
 from txl_dist.convert.stored_model import Reading, write_exported
 
@@ -73,7 +72,7 @@ def test_kinds_of_memory_are_one_group(dataset: Path, tmp_path: Path) -> None:
 def test_the_targets_to_score_and_the_time_left_are_shown(
     group: list[Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.001)
+    monkeypatch.setattr(options, "SILENT_SECONDS", 0.001)
     result = CliRunner().invoke(app, [str(word) for word in ("recl", *group, dataset, *SMALL)])
     assert result.exit_code == 0, result.output
     amounts = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
@@ -99,22 +98,14 @@ def test_invalid_options_are_refused(
 
 def test_one_name_for_two_models_is_refused(group: list[Path], dataset: Path) -> None:
     code, output = run_txl("recl", group[0], group[0], dataset, *SMALL)
-    assert code == 2
-    assert "different names" in output
+    assert (code, "different names" in output) == (2, True)
 
 
 def test_models_with_other_tokenizers_are_refused_by_name(
     group: list[Path], dataset: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "corpus").mkdir()
-    for number in range(4):
-        text = f"{number}: the tide comes in, the tide goes out. " * 3
-        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
-    settings = PrepareSettings(split={"valid": 0.5}, tokenizer="char")
-    prepare_dataset([tmp_path / "corpus"], tmp_path / "data", settings)
-    other = export_small_model(tmp_path / "other", tmp_path / "data")
+    other = export_small_model(tmp_path / "other", tide_dataset(tmp_path, tokenizer="char"))
     code, output = run_txl("recl", group[0], other, dataset, *SMALL)
     assert code == 3
-    assert str(other) in output
-    assert str(group[0]) in output
-    assert "a group needs one tokenizer" in output
+    for text in (str(other), str(group[0]), "a group needs one tokenizer"):
+        assert text in output

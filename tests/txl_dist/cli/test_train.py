@@ -11,38 +11,30 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, tiny_spec, train
 
 
-def test_a_range_of_ranks_needs_ray_and_a_lane_for_each(dataset: Path, tmp_path: Path) -> None:
-    words = ("train", TINY, f"data.path={dataset}", f"directory={tmp_path}")
-    code, output = run_txl(*words, "--on", "processes", "--ranks", "1:2")
-    assert code == 2
-    assert "--ranks 1:2 with --on processes" in output
-    assert "or the address of a Ray cluster" in output
-    for ranks in ("6", "2:6"):
-        code, output = run_txl(*words, "--ranks", ranks)
-        assert (code, "6 ranks for data.num_lanes=5" in output) == (2, True)
-
-
-def test_missing_data_names_the_manifest_and_the_command_that_makes_it(tmp_path: Path) -> None:
-    code, output = run_txl("train", TINY, f"data.path={tmp_path / 'none'}")
-    assert code == 3
-    assert "manifest.json" in output
-    assert "txl prepare" in output
-
-
-def test_a_manifest_of_another_vocabulary_is_a_data_error(dataset: Path, tmp_path: Path) -> None:
-    arguments = (f"data.path={dataset}", f"directory={tmp_path}", "model.vocab_size=1000")
-    code, output = run_txl("train", TINY, *arguments)
-    assert code == 3
-    assert "model.vocab_size=1000" in output
-    assert "257 ids" in output
-
-
-def test_a_missing_split_lists_the_splits_there_are(dataset: Path, tmp_path: Path) -> None:
-    arguments = (f"data.path={dataset}", f"directory={tmp_path}", "evaluation.split=test")
-    code, output = run_txl("train", TINY, *arguments)
-    assert code == 3
-    assert "train" in output
-    assert "valid" in output
+@pytest.mark.parametrize(
+    ("words", "code", "texts"),
+    [
+        (
+            ("--on", "processes", "--ranks", "1:2"),
+            2,
+            ("--ranks 1:2 with --on processes", "or the address of a Ray cluster"),
+        ),
+        (("--ranks", "6"), 2, ("6 ranks for data.num_lanes=5",)),
+        (("--ranks", "2:6"), 2, ("6 ranks for data.num_lanes=5",)),
+        (("--allow-change", "optimizer.lrr"), 2, ("did you mean optimizer.lr?",)),
+        (("data.path=none",), 3, ("manifest.json", "txl prepare")),
+        (("model.vocab_size=1000",), 3, ("model.vocab_size=1000", "257 ids")),
+        (("evaluation.split=test",), 3, ("train", "valid")),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_refused_with_what_is_legal(
+    dataset: Path, tmp_path: Path, words: tuple[str, ...], code: int, texts: tuple[str, ...]
+) -> None:
+    result, output = run_txl("train", TINY, f"data.path={dataset}", f"directory={tmp_path}", *words)
+    assert result == code, output
+    for text in texts:
+        assert text in output
 
 
 def test_a_dry_run_writes_no_run(dataset: Path, tmp_path: Path) -> None:
@@ -70,13 +62,6 @@ def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_st
     for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{}")
     assert run_txl(*words, "model.n_layer=1", "--dry-run")[0] == 0
-
-
-def test_a_misspelt_allow_change_names_the_nearest_setting(dataset: Path, tmp_path: Path) -> None:
-    arguments = (f"data.path={dataset}", f"directory={tmp_path}", "--allow-change", "optimizer.lrr")
-    code, output = run_txl("train", TINY, *arguments)
-    assert code == 2
-    assert "did you mean optimizer.lr?" in output
 
 
 @pytest.mark.fault_row(35)

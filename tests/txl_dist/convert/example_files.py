@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_pipeline.tokenizers import Tokenizer
 from tests.support.replayed_models import OWN_GOLDEN, OWN_HF, read_arrays
+from txl_dist.convert.stored_model import find_model
 from txl_dist.model.transformer_xl import TransformerXL
+
+
+def load(directory: Path) -> tuple[TransformerXL, Tokenizer | None]:
+    """A stored model and its tokenizer."""
+    stored = find_model(directory)
+    return stored.load(stored.config)
 
 
 def hf_copy(folder: Path, *, config: dict[str, Any] | None = None, source: Path = OWN_HF) -> Path:

@@ -18,7 +18,7 @@ from tests.support.small_models import MODERN, random_text, small_model
 from tests.support.tokenizer_families import LIBRARY_OF
 from txl_dist.convert.hub import write_for_transformers
 from txl_dist.convert.llama_family import family_config, read_family
-from txl_dist.convert.other_programs import read_model
+from txl_dist.convert.original_model import read_model
 from txl_dist.convert.stored_model import Reading, find_model, write_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model import encodings
@@ -204,13 +204,6 @@ def test_an_export_in_bf16_and_in_several_files(
     assert read_family(tmp_path).config.n_layer == 2
 
 
-def changed(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = directory / "config.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "class": ({"model_type": "gemma3"}, "model_type is 'gemma3'; of transformers, llama, mistral"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -250,13 +243,6 @@ def test_old_spellings_of_the_rotation_are_read() -> None:
     )
 
 
-def damage_tensor(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 GATE = "model.layers.1.mlp.gate_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda tensors: tensors.pop(GATE), f"misses {GATE}"),
@@ -279,7 +265,9 @@ def test_damaged_weights_are_refused_by_name(name: str, tmp_path: Path) -> None:
     options = CASES["qwen3, a window in the last layers"]
     random_model(*options).save_pretrained(tmp_path)
     change, message = DAMAGES[name]
-    damage_tensor(tmp_path, change)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         read_family(tmp_path)
 

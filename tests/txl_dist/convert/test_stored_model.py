@@ -14,19 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings, load_manifest
+from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import run_txl
+from tests.support.exported_model import tide_dataset
 from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
 from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.convert.example_files import hf_copy, hf_weights
+from tests.txl_dist.convert.example_files import hf_copy, hf_weights, load
 from txl_dist.config.removed import SETTINGS
-from txl_dist.convert.other_programs import read_model
+from txl_dist.convert.original_model import read_model
 from txl_dist.convert.stored_model import (
     find_model,
-    load_exported,
     write_exported,
 )
 from txl_dist.errors import CheckpointError, ConfigError
@@ -37,14 +36,7 @@ TEXT = ("--prompt", "def ", "--max-tokens", 9, "--temperature", 2, "--json")
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Two documents in `train`, two in `valid`; each a few segments long."""
-    (tmp_path / "corpus").mkdir()
-    for number in range(4):
-        text = f"{number}: the tide comes in, the tide goes out. " * (number + 1)
-        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
-    settings = PrepareSettings(split={"valid": 0.5})
-    prepare_dataset([tmp_path / "corpus"], tmp_path / "data", settings)
-    return tmp_path / "data"
+    return tide_dataset(tmp_path)
 
 
 @pytest.fixture
@@ -82,8 +74,10 @@ def test_an_export_scores_as_its_checkpoint(
     assert export == checkpoint
 
 
-def test_an_export_writes_as_its_checkpoint(run: Path, exported: Path) -> None:
+def test_an_export_reads_and_writes_as_its_checkpoint(run: Path, exported: Path) -> None:
     assert json_of("generate", exported, *TEXT) == json_of("generate", run, *TEXT)
+    stored = find_model(exported)
+    assert (stored.tgt_len, stored.reset) == (4, "document")
 
 
 @pytest.mark.parametrize("options", MODERN.values(), ids=MODERN)
@@ -92,8 +86,7 @@ def test_an_export_of_any_block_has_the_same_numbers(
 ) -> None:
     model = small_model(**options).float()
     write_exported(tmp_path / "model", model, None)
-    stored = find_model(tmp_path / "model")
-    loaded, _ = stored.load(stored.config)
+    loaded, _ = load(tmp_path / "model")
     assert loaded.config == model.config
     text_BN = random_text(2, 7)
     assert torch.equal(*(read_stream(each, text_BN, tgt_len=3)[0] for each in (loaded, model)))
@@ -116,11 +109,6 @@ def test_an_export_that_does_not_fit_on_the_disk_ends_with_its_reason(
 def test_the_files_of_an_export_have_the_mode_of_new_files(exported: Path) -> None:
     (exported / "new").touch()
     assert len({path.stat().st_mode for path in exported.iterdir()}) == 1
-
-
-def test_an_export_reads_text_as_its_checkpoint(exported: Path) -> None:
-    stored = find_model(exported)
-    assert (stored.tgt_len, stored.reset) == (4, "document")
 
 
 def test_a_model_without_a_tokenizer_uses_that_of_the_data(
@@ -198,7 +186,7 @@ def test_import(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, output = run_txl("import", source, "--out", out, "--json")
     assert (code, json.loads(output)["out"]) == (0, str(out))
-    loaded, tokenizer = load_exported(out)
+    loaded, tokenizer = load(out)
     assert_same(loaded, read_model(source).model)
     assert tokenizer is None
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
@@ -210,7 +198,7 @@ def test_export_of_a_checkpoint_or_a_run(source: str, tmp_path: Path) -> None:
         saving.save(tmp_path / "run", step=step)
     code, output = run_txl("export", tmp_path / source, "--out", tmp_path / "out")
     assert code == 0, output
-    loaded, tokenizer = load_exported(tmp_path / "out")
+    loaded, tokenizer = load(tmp_path / "out")
     assert_same(loaded, saving.model(2))
     assert tokenizer is not None
     assert tokenizer.digest == ByteTokenizer().digest
@@ -234,10 +222,9 @@ def test_import_of_a_run_names_the_right_command(tmp_path: Path) -> None:
 def test_exit_codes_of_bad_weights_and_bad_configs(tmp_path: Path) -> None:
     bad_config = hf_copy(tmp_path / "config", config={"n_head": 0})
     assert run_txl("import", bad_config, "--out", tmp_path / "out")[0] == 2
-    bad_weights = hf_copy(tmp_path / "weights")
-    torch.save(hf_weights() | {"crit.cluster_bias": torch.ones(3)}, bad_weights / "weights")
-    (bad_weights / "weights").replace(bad_weights / "pytorch_model.bin")
-    assert run_txl("import", bad_weights, "--out", tmp_path / "out")[0] == 4
+    weights = hf_copy(tmp_path / "weights") / "pytorch_model.bin"
+    torch.save(hf_weights() | {"crit.cluster_bias": torch.ones(3)}, weights)
+    assert run_txl("import", weights.parent, "--out", tmp_path / "out")[0] == 4
     assert not (tmp_path / "out").exists()
 
 
@@ -265,7 +252,7 @@ def test_one_flipped_bit_of_the_weights_is_detected(position: int, tmp_path: Pat
     data[position] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="sha256"):
-        load_exported(tmp_path)
+        load(tmp_path)
 
 
 def test_an_edited_config(tmp_path: Path) -> None:
@@ -284,7 +271,7 @@ def test_an_edited_config(tmp_path: Path) -> None:
     ]:
         path.write_text(json.dumps(written | change))
         with pytest.raises(error, match=match):
-            load_exported(tmp_path)
+            load(tmp_path)
 
 
 def test_a_config_of_an_earlier_version_has_settings_that_change_nothing(tmp_path: Path) -> None:
@@ -299,4 +286,4 @@ def test_a_config_of_an_earlier_version_has_settings_that_change_nothing(tmp_pat
     }
     assert removed.keys().isdisjoint(written["model"])
     path.write_text(json.dumps(written | {"model": removed | written["model"]}))
-    assert load_exported(tmp_path)[0].config == model.config
+    assert load(tmp_path)[0].config == model.config

@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import PrepareSettings, TextCounts
 from data_pipeline.shards.shard_reader import open_split
-from txl_dist.evaluation.result import ScoredText, Subject, protocol_line, scored_text
+from txl_dist.evaluation.result import ScoredText, named, protocol_line, scored_text
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.spec import EvaluationSettings
 
@@ -101,8 +101,8 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
     text = ScoredText(TextCounts(words=9, line_ends=3, characters=37), document_ends=2)
     facts: dict[str, Any] = {
         "num_tokens": 1234,
-        "data": Subject("books", "0123456789ab" + "c" * 52),
-        "model": Subject("run/step-00000009", "ba9876543210" + "f" * 52),
+        "data": named("books", "0123456789ab" + "c" * 52),
+        "model": named("run/step-00000009", "ba9876543210" + "f" * 52),
         "memory": "recurrent",
         "weights": "averaged",
         "kernels": {"sdpa on cpu"},

@@ -68,15 +68,12 @@ def test_chunks_score_every_target_once_after_their_whole_context(
     assert 0 <= overhead(chunks) <= 1 / MIN_CONTEXTS_PER_CHUNK
 
 
-def test_the_overhead_is_context_over_scored() -> None:
-    assert overhead([EvaluationChunk(0, 0, 30), EvaluationChunk(20, 30, 50)]) == 10 / 50
-
-
 def test_without_a_limit_of_the_context_a_split_is_read_in_one_pass() -> None:
     (chunk,) = plan_chunks(num_targets=9999, tgt_len=4, context_tokens=None)
     assert chunk == EvaluationChunk(0, 0, 9999)
     with pytest.raises(ValueError, match="num_targets=0"):
         plan_chunks(num_targets=0, tgt_len=4, context_tokens=8)
+    assert overhead([EvaluationChunk(0, 0, 30), EvaluationChunk(20, 30, 50)]) == 10 / 50
 
 
 def test_reading_takes_no_more_memory_for_longer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

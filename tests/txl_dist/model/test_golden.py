@@ -30,7 +30,7 @@ FILES = {
     for path in golden_files()
     if original_arguments(path).get("attn_type", 0) in ENCODINGS
 }
-"""The others are refused (tests/txl_dist/convert/test_other_programs.py)."""
+"""The others are refused (tests/txl_dist/convert/test_original_model.py)."""
 WITHOUT_EXTENSION = [
     name for name, path in FILES.items() if not original_arguments(path).get("ext_len")
 ]

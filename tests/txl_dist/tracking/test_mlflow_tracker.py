@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.commands import txl
 from tests.support.training_runs import TINY
-from txl_dist.doctor.checks import check_tracking
+from txl_dist.launch.doctor import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 from txl_dist.tracking.mlflow_tracker import clean_key
 from txl_dist.tracking.tracker import TrackedDataset

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.support.web_server import web_server
-from txl_dist.doctor import checks
-from txl_dist.doctor.checks import (
+from txl_dist.launch import doctor as checks
+from txl_dist.launch.doctor import (
     Finding,
     check_exposure,
     check_gpus,

@@ -1,10 +1,11 @@
-"""The checks of one node: versions, devices, network, exposure, tracking, storage.
+"""`txl doctor`, the checks of one node: versions, devices, network, exposure, tracking, storage.
 
     DoctorRequest -> check_this_machine -> run_checks (threads, time limit) -> Findings -> report
 
 Each check yields findings, or raises an error, which becomes a problem (`run_checks`). A file
 system or a server that does not respond can block a thread without limit, so each check has a
-daemon thread, which is abandoned after the limit and does not keep the process alive.
+daemon thread, which is abandoned after the limit and does not keep the process alive. On a cluster,
+cluster/doctor.py runs the checks on every node, and compares them.
 """
 
 import contextlib
@@ -54,7 +55,6 @@ class Finding:
 
 Check = Callable[[], Iterable[Finding]]
 LIMIT_SECONDS = 30.0
-"""Time limit of every check."""
 
 
 def run_checks(
@@ -97,7 +97,6 @@ def failed_check(error: Exception) -> Finding:
 
 
 def num_problems(findings: Sequence[Finding]) -> int:
-    """Count the findings that make `txl doctor` fail."""
     return sum(finding.status == "problem" for finding in findings)
 
 
@@ -126,7 +125,6 @@ class DoctorRequest:
     run: str | None = None
     """Absolute path of a run directory, which exists or will be created; None: not checked."""
     skip: frozenset[str] = field(default_factory=frozenset)
-    """Names of checks to leave out."""
     dashboard_port: int = DASHBOARD_PORT
 
 
@@ -183,7 +181,6 @@ def without_builds(versions: str) -> str:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare what is installed with `constraints.txt`."""
     installed = installed_versions()
     yield Finding("ok", ", ".join(f"{name} {found}" for name, found in installed.items()))
     for name, pin in pinned_versions().items():

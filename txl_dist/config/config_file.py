@@ -28,10 +28,10 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.tokens import AliasToken, AnchorToken, TagToken
 
-from txl_dist.config import optimizer_config
 from txl_dist.config.redaction import redact, redact_field, redact_values
 from txl_dist.config.removed import PAGE, SETTINGS, without_removed
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import OPTIMIZER_RECIPES
 from txl_dist.errors import ConfigError
 from txl_dist.model import config as model_config
 
@@ -246,7 +246,7 @@ def with_recipe(value: dict[str, Any]) -> dict[str, Any]:
     }
     model = result.get("model")
     recipe = model.get("recipe") if isinstance(model, dict) else None
-    for name, recipes in (("model", model_config.RECIPES), ("optimizer", optimizer_config.RECIPES)):
+    for name, recipes in (("model", model_config.RECIPES), ("optimizer", OPTIMIZER_RECIPES)):
         section = result.get(name, {})
         if isinstance(recipe, str) and recipe in recipes and isinstance(section, dict):
             result[name] = recipes[recipe] | section

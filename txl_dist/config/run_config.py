@@ -1,6 +1,6 @@
 """RunConfig: the settings of one training run, frozen and checked. The YAML file has the same form.
 
-The sections are in `data_config.py`, `optimizer_config.py`, `training_config.py` and
+The sections are in `data_config.py`, `training_config.py` and
 `txl_dist/model/config.py`; `config_file.py` reads files and overrides. A section checks its own
 settings, `RunConfig` compares sections with each other. Only what depends on the dataset or the
 device is checked later (`training/compatibility.py`, `training/data.py`).
@@ -13,11 +13,11 @@ from pydantic import Field, field_validator, model_validator
 
 from data_pipeline.system.sources import is_url, shown
 from txl_dist.config.data_config import DataConfig, PathText, Section
-from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.training_config import (
     DeepSpeedConfig,
     DivergenceConfig,
     EvaluationConfig,
+    OptimizerConfig,
     RayConfig,
     TrackingConfig,
     TrainingConfig,

@@ -8,7 +8,7 @@ which differ: `_rate_of_paper_code`, and docs/decisions/0021.
 
 import math
 
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.training_config import OptimizerConfig
 
 
 def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:

@@ -18,9 +18,9 @@ from txl_dist.config.config_file import (
     read_yaml,
 )
 from txl_dist.config.data_config import MAX_LANES, MIN_SEGMENTS, DataConfig, lanes_for
-from txl_dist.config.optimizer_config import RECIPES as OPTIMIZER_RECIPES
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import (
+    OPTIMIZER_RECIPES,
     DeepSpeedConfig,
     TrackingConfig,
     TrainingConfig,

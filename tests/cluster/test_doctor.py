@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.doctor import compare_nodes, remove_probe, sees_probe, write_probe
+from cluster.nodes import compare_nodes, remove_probe, sees_probe, write_probe
 from tests.support.commands import ENVIRONMENT, wait_until
 from tests.support.hosts import Host, two_hosts
 from tests.support.nodes import RayNode, ray_node, token_environment
@@ -160,7 +160,7 @@ def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
 def test_a_file_of_another_node_is_seen_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.doctor.SHARED_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr("cluster.nodes.SHARED_WAIT_SECONDS", 0.3)
     path = Path(write_probe(str(tmp_path / "runs" / "new")))
     other = tmp_path / "other" / path.name  # on another file system
     other.parent.mkdir()

@@ -1,4 +1,4 @@
 """`txl doctor`: checks of the machines of a run before it is started.
 
-On a cluster, cluster/doctor.py runs the checks of checks.py on every node, and compares them.
+On a cluster, cluster/nodes.py runs the checks of checks.py on every node, and compares them.
 """

@@ -40,7 +40,6 @@ REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
 MAX_BYTES = 256 * 1024
 """A longer file is not a run config, and is not read."""
 _PACKAGE = Path(__file__).parents[1]
-_SUFFIX = ".yaml"
 _TEXT = "tag:yaml.org,2002:str"
 
 Scalar = str | int | float | bool | None
@@ -126,16 +125,16 @@ def find_config(given: str | Path) -> Path:
     path = Path(given)
     if path.is_file():
         return path
-    name = path.as_posix().removeprefix("configs/").removesuffix(_SUFFIX)
+    name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
     named = named_configs().get(name)
     if named is None:
         raise ConfigError(f"{path} is not a config file{_suggestion(path)}")
     # `txl config init quickstart` writes quickstart.yaml.
-    namesake = Path(f"{given}{_SUFFIX}")
+    namesake = Path(f"{given}.yaml")
     if namesake.is_file() and not namesake.samefile(named):
         raise ConfigError(
             f"{path} is a config of the package, and there is a file {namesake}. Write {namesake} "
-            f"for the file, or configs/{name}{_SUFFIX} for that of the package"
+            f"for the file, or configs/{name}.yaml for that of the package"
         )
     return named
 
@@ -395,7 +394,5 @@ def _record_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int]) -> None:
 
 def dotted(path: KeyPath) -> str:
     """`("a", "b", 0)` as `a.b[0]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from txl_dist.config.data_config import Section
+from txl_dist.config.data_config import Section, wrong
 
 SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 """Schedules that the training script of the paper also has."""
@@ -77,62 +77,68 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        problems = []
-        if self.schedule == "wsd" and self.decay_steps is None:
-            problems.append(
+        problems = wrong(
+            (
+                self.schedule == "wsd" and self.decay_steps is None,
                 "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; a "
-                "fifth of the run is usual"
-            )
-        if self.schedule != "wsd" and self.decay_steps is not None:
-            problems.append(
+                "fifth of the run is usual",
+            ),
+            (
+                self.schedule != "wsd" and self.decay_steps is not None,
                 f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
-                "remove it, or use schedule=wsd"
-            )
-        if self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES:
-            problems.append(
+                "remove it, or use schedule=wsd",
+            ),
+            (
+                self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES,
                 f"schedule={self.schedule} is not in the paper's code, so "
                 "schedule_of_paper_code=true has no meaning; use "
-                f"{', '.join(SCRIPT_SCHEDULES)}, or remove it"
-            )
+                f"{', '.join(SCRIPT_SCHEDULES)}, or remove it",
+            ),
+        )
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
-    def problems_with(self, *, num_steps: int) -> Iterator[str]:
+    def problems_with(self, *, num_steps: int) -> list[str]:
         """Messages about a schedule that does not fit into a run of `num_steps`."""
         warmup, decay = self.warmup_steps, self.decay_steps or 0
-        if warmup > num_steps:
-            yield (
+        return wrong(
+            (
+                warmup > num_steps,
                 f"optimizer.warmup_steps={warmup} is longer than training.num_steps={num_steps}; "
-                "lower it"
-            )
-        elif warmup + decay > num_steps:
-            yield (
+                "lower it",
+            ),
+            (
+                warmup <= num_steps < warmup + decay,
                 f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={decay} are together "
-                f"longer than training.num_steps={num_steps}; lower one"
-            )
-        if self.min_lr > self.lr:
-            yield f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it"
-        if self.averaging and self.averaging_start_step > num_steps:
-            yield (
+                f"longer than training.num_steps={num_steps}; lower one",
+            ),
+            (
+                self.min_lr > self.lr,
+                f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it",
+            ),
+            (
+                self.averaging is not None and self.averaging_start_step > num_steps,
                 f"optimizer.averaging_start_step={self.averaging_start_step} is after the end of "
-                f"the run (training.num_steps={num_steps}), which would have no average; lower it"
-            )
+                f"the run (training.num_steps={num_steps}), which would have no average; lower it",
+            ),
+        )
 
-    def problems_at_stage(self, zero_stage: int) -> Iterator[str]:
+    def problems_at_stage(self, zero_stage: int) -> list[str]:
         """A message if the optimizer cannot run at this ZeRO stage."""
-        if self.name == "lamb" and zero_stage > 0:
-            yield (
-                f"optimizer.name=lamb at deepspeed.zero_stage={zero_stage} is not supported: LAMB "
-                "needs the norms of whole parameters, and ZeRO gives a rank only parts of them. "
-                "Use deepspeed.zero_stage=0, or another optimizer"
-            )
-        if self.name == "muon" and zero_stage > 2:
-            yield (
-                f"optimizer.name=muon at deepspeed.zero_stage={zero_stage} is not supported: Muon "
-                "needs whole matrices, and stage 3 cuts every one of them. Use "
-                "deepspeed.zero_stage=2, or another optimizer"
-            )
+        at_stage = f"optimizer.name={self.name} at deepspeed.zero_stage={zero_stage}"
+        return wrong(
+            (
+                self.name == "lamb" and zero_stage > 0,
+                f"{at_stage} is not supported: LAMB needs the norms of whole parameters, and ZeRO "
+                "gives a rank only parts of them. Use deepspeed.zero_stage=0, or another optimizer",
+            ),
+            (
+                self.name == "muon" and zero_stage > 2,
+                f"{at_stage} is not supported: Muon needs whole matrices, and stage 3 cuts every "
+                "one of them. Use deepspeed.zero_stage=2, or another optimizer",
+            ),
+        )
 
     def rate_warnings(self, *, d_model: int) -> Iterator[str]:
         """A message if the rate is of the size that another optimizer needs.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import start_txl, txl, wait_until
+from tests.support.commands import output_of, start_txl, txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, train_words
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
@@ -34,8 +34,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_4_and_keeps_what_was_saved(
     wait_until((run / "LATEST").exists)
     fill(small_disk)
     assert shutil.disk_usage(small_disk).free == 0
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 4, output
+    output = output_of(process, 4, timeout_seconds=120)
     assert "CheckpointError" in output
     assert re.search(r"rank \d: OSError: .*No space left on device", output)
     assert str(run / "checkpoints") in output

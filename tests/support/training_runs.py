@@ -77,6 +77,13 @@ def opened_trainer(world: World, spec: TrainSpec) -> Iterator[Trainer]:
         yield build_trainer(Start.open(spec, world, directory, stack))
 
 
+def saved_last_step(run: Path) -> int:
+    """The last step of a run, of which there must be a checkpoint."""
+    step = max(losses(run))
+    assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    return step
+
+
 def refusal(run: Path) -> str:
     """The message of the newest error in rank 0's log."""
     log = (run / "logs" / "rank-0.log").read_text()

@@ -300,8 +300,9 @@ class RayRankGroup:
             if not self._wait(lambda: group.wait(1.0), limit_seconds):
                 self._end_all(num_ranks, "the resources of the ranks are not free")
                 return
-            of_rank = {"num_cpus": int(resource == "CPU"), "num_gpus": int(resource == "GPU")}
-            remote = ray.remote(max_restarts=0, **of_rank)(RankActor)
+            remote = ray.remote(
+                num_cpus=int(resource == "CPU"), num_gpus=int(resource == "GPU"), max_restarts=0
+            )(RankActor)
             places = (
                 PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
                 for bundle in range(num_ranks)

@@ -123,7 +123,6 @@ def remark_on(row: int) -> str:
 
 
 def page() -> str:
-    """The text of docs/faults.md."""
     tests = find_tests()
     counts = Counter(status_of(row, len(tests[row])) for row in tests)
     lines = [
@@ -183,7 +182,6 @@ def print_table(outcomes: Mapping[str, Counter[str]] | None = None) -> None:
 
 
 def main() -> int:
-    """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write docs/faults.md")
     parser.add_argument("--run", action="store_true", help="run the tests; other words to pytest")

@@ -26,12 +26,10 @@ def words(model: Path, dataset: Path, scores: Path, *others: object) -> tuple[ob
 
 
 def finished(scores: Path) -> int:
-    """Finished batches in the files of a directory."""
     return sum(num_lines(path) - 1 for path in scores.glob("*.jsonl"))
 
 
 def workers_of(pid: int, on: str) -> list[psutil.Process]:
-    """The workers below a process."""
     sign = {"processes": "spawn_main", "ray": "ray::Worker"}[on]
     try:
         below = psutil.Process(pid).children(recursive=True)

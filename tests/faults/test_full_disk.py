@@ -17,7 +17,6 @@ pytestmark = pytest.mark.fault
 
 
 def fill(disk: Path) -> None:
-    """Leave no byte free."""
     with (disk / "filler").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
 

@@ -20,7 +20,6 @@ SOON_SECONDS = 20  # generous: seconds where the machine is quiet
 
 
 def has_child(pid: int, word: str) -> bool:
-    """Whether a process of that command runs below `pid`."""
     try:
         children = psutil.Process(pid).children(recursive=True)
         return any(word in " ".join(child.cmdline()) for child in children)

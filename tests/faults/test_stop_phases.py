@@ -93,7 +93,6 @@ OTHER_SETTINGS = ("replay", "upload")
 
 
 def run_blocked(phase: str, spec_path: str, marker: str) -> None:
-    """The process of a rank that blocks in `phase`."""
     _, owner, name, when = PHASES[phase]
     block_before(owner, name, Path(marker), when=when)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -29,19 +29,16 @@ def hf_directories() -> list[Path]:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz."""
     with np.load(path, allow_pickle=False) as file:
         return {key: file[key] for key in file.files}
 
 
 def original_arguments(path: Path) -> dict[str, Any]:
-    """The constructor arguments of a golden file's model."""
     with np.load(path, allow_pickle=False) as file:
         return json.loads(str(file["config_json"]))
 
 
 def num_segments(arrays: Iterable[str]) -> int:
-    """The number of consecutive segments in a golden file."""
     return sum(key.startswith("input/") for key in arrays)
 
 

@@ -91,7 +91,6 @@ def refusal(run: Path) -> str:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -111,5 +110,4 @@ def norms(run: Path) -> list[float]:
 
 
 def score_of_step(run: Path, step: int) -> StepScore:
-    """The score that a run has written after this step."""
     return StepScore.model_validate_json((run / FOLDER / f"step-{step:08d}.json").read_bytes())

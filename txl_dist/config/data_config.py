@@ -47,6 +47,12 @@ def wrong(*checks: tuple[bool, str]) -> list[str]:
     return [message for is_wrong, message in checks if is_wrong]
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError if there are any. `config_file.py` splits the lines of its message."""
+    if text := "\n".join(problems):
+        raise ValueError(text)
+
+
 class CorpusConfig(Section):
     """One corpus of a mixture."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data_pipeline.system.sources import is_url, shown
-from txl_dist.config.data_config import DataConfig, PathText, Section, wrong
+from txl_dist.config.data_config import DataConfig, PathText, Section, refuse, wrong
 from txl_dist.config.training_config import (
     DeepSpeedConfig,
     DivergenceConfig,
@@ -121,8 +121,7 @@ class RunConfig(Section):
                 ),
             ),
         ]
-        if problems:
-            raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
+        refuse(problems)
         return self
 
     @property

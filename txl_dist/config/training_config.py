@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from txl_dist.config.data_config import Section, wrong
+from txl_dist.config.data_config import Section, refuse, wrong
 
 SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 """Schedules that the training script of the paper also has."""
@@ -77,26 +77,26 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        problems = wrong(
-            (
-                self.schedule == "wsd" and self.decay_steps is None,
-                "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; a "
-                "fifth of the run is usual",
-            ),
-            (
-                self.schedule != "wsd" and self.decay_steps is not None,
-                f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
-                "remove it, or use schedule=wsd",
-            ),
-            (
-                self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES,
-                f"schedule={self.schedule} is not in the paper's code, so "
-                "schedule_of_paper_code=true has no meaning; use "
-                f"{', '.join(SCRIPT_SCHEDULES)}, or remove it",
-            ),
+        refuse(
+            wrong(
+                (
+                    self.schedule == "wsd" and self.decay_steps is None,
+                    "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; "
+                    "a fifth of the run is usual",
+                ),
+                (
+                    self.schedule != "wsd" and self.decay_steps is not None,
+                    f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
+                    "remove it, or use schedule=wsd",
+                ),
+                (
+                    self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES,
+                    f"schedule={self.schedule} is not in the paper's code, so "
+                    "schedule_of_paper_code=true has no meaning; use "
+                    f"{', '.join(SCRIPT_SCHEDULES)}, or remove it",
+                ),
+            )
         )
-        if problems:
-            raise ValueError("\n".join(problems))
         return self
 
     def problems_with(self, *, num_steps: int) -> list[str]:
@@ -317,26 +317,30 @@ class DeepSpeedConfig(Section):
         zero = extra.get("zero_optimization", {})
         if not isinstance(zero, dict):
             raise ValueError(f"zero_optimization={zero!r} must be a mapping")
-        if problems := [
+        refuse(
             f"zero_optimization.{key} is not supported: {reason}; remove it"
             for key, reason in REFUSED_ZERO_KEYS.items()
             if key in zero
-        ]:
-            raise ValueError("\n".join(problems))
+        )
         return extra
 
     @model_validator(mode="after")
     def _reject_ignored_offload(self) -> Self:
-        if self.offload == "optimizer" and self.zero_stage == 0:
-            raise ValueError(
-                "offload=optimizer at zero_stage=0 would be ignored: there is no partition to "
-                "move. Use zero_stage 1, 2 or 3"
+        refuse(
+            wrong(
+                (
+                    self.offload == "optimizer" and self.zero_stage == 0,
+                    "offload=optimizer at zero_stage=0 would be ignored: there is no partition to "
+                    "move. Use zero_stage 1, 2 or 3",
+                ),
+                (
+                    self.offload == "parameters" and self.zero_stage < 3,
+                    f"offload=parameters at zero_stage={self.zero_stage} would be ignored: "
+                    "DeepSpeed moves parameters at stage 3 only. Use zero_stage=3, or "
+                    "offload=optimizer",
+                ),
             )
-        if self.offload == "parameters" and self.zero_stage < 3:
-            raise ValueError(
-                f"offload=parameters at zero_stage={self.zero_stage} would be ignored: DeepSpeed "
-                "moves parameters at stage 3 only. Use zero_stage=3, or offload=optimizer"
-            )
+        )
         return self
 
     def computed_stage(self, *, num_ranks: int, on_gpu: bool) -> int:

@@ -125,8 +125,10 @@ class MlflowTracker:
 
     @_translated()
     def recorded(self, run_id: str, metric: str) -> Recorded:
-        history = self._client.get_metric_history(run_id, clean_key(metric))
-        return {(point.step, point.timestamp) for point in history}
+        return {
+            (point.step, point.timestamp)
+            for point in self._client.get_metric_history(run_id, clean_key(metric))
+        }
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
         finite = [

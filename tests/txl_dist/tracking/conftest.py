@@ -194,12 +194,12 @@ def run_ids(database: Path, experiment: str = "tests") -> list[str]:
 
 
 def assert_delivered(
-    database: Path, run_dir: Path, last_step: int, status: str = "FINISHED"
+    database: Path, run_dir: Path, last_step: int, status: str = "FINISHED", output: str = ""
 ) -> None:
     """The current MLflow run has every step once, and the status."""
     run_id = run_id_of(run_dir)
-    assert recorded_steps(database, run_id) == list(range(1, last_step + 1))
-    assert status_of(database, run_id) == status
+    assert status_of(database, run_id) == status, output
+    assert recorded_steps(database, run_id) == list(range(1, last_step + 1)), output
 
 
 # --- real sender processes ------------------------------------------------------------------------

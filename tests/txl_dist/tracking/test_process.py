@@ -86,7 +86,7 @@ def test_the_end_is_delivered_before_the_launcher_ends(
         for sender in senders_of(run_dir):
             os.kill(sender, signal.SIGKILL)
     assert training.returncode == 0, output
-    assert_delivered(server.database, run_dir, 20)
+    assert_delivered(server.database, run_dir, 20, output=output)
 
 
 @pytest.mark.fault
@@ -102,7 +102,7 @@ def test_a_sender_that_died_during_the_run_is_replaced_at_its_end(
         os.kill(sender, signal.SIGKILL)
         output, _ = training.communicate(timeout=300)
     assert training.returncode == 0, output
-    assert_delivered(server.database, run_dir, 400)
+    assert_delivered(server.database, run_dir, 400, output=output)
 
 
 @pytest.mark.fault

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,12 @@ from txl_dist.errors import ConfigError, TxlError
 
 POLL_SECONDS = 0.2
 SHUTDOWN_SECONDS = 15.0
-"""Time limit for Ray's shutdown."""
 HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
 
 LOOPBACK = "127.0.0.1"
+ACCESS_TOKEN = secrets.token_hex(32)
+"""The token of this process's private Ray. One per process, as Ray reads it only once."""
 
 log = logging.getLogger(__name__)
 _ray_output = logging.getLogger("ray.txl")
@@ -54,7 +54,7 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication cuts tracebacks in the middle
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": access_token()}
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ACCESS_TOKEN}
     import ray
     from ray._private import ray_constants
 
@@ -271,15 +271,6 @@ def lines_of(error: BaseException) -> list[str]:
     """The lines of an error of Ray, which may have pages; its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines or [type(error).__name__]
-
-
-# --- a private Ray --------------------------------------------------------------------------------
-
-
-@cache
-def access_token() -> str:
-    """The token of this process's private Ray. One per process, as Ray reads it only once."""
-    return secrets.token_hex(32)
 
 
 def ray_processes() -> list[psutil.Process]:

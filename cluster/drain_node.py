@@ -27,9 +27,6 @@ import psutil
 
 MESSAGE = "the host will be preempted"
 POLL_SECONDS = 1.0
-METADATA_POLL_SECONDS = 5.0
-METADATA_TIMEOUT_SECONDS = 2.0
-CLUSTER_TIMEOUT_SECONDS = 10.0
 
 
 def drain_this_host(*, deadline_seconds: float, address: str | None = None) -> None:
@@ -52,7 +49,6 @@ def train_commands() -> list[psutil.Process]:
 
 
 def ranks() -> list[psutil.Process]:
-    """The ranks of this host."""
     return _processes(lambda words: words[0].startswith("ray::RankActor"))
 
 
@@ -61,11 +57,8 @@ def is_preempted_by_aws(endpoint: str = "http://169.254.169.254") -> bool:
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     if (token := _request(f"{endpoint}/latest/api/token", method="PUT", headers=ttl)) is None:
         return False
-    headers = {"X-aws-ec2-metadata-token": token}
-    # 404 until there is a notice
-    return (
-        _request(f"{endpoint}/latest/meta-data/spot/instance-action", headers=headers) is not None
-    )
+    url = f"{endpoint}/latest/meta-data/spot/instance-action"  # 404 until there is a notice
+    return _request(url, headers={"X-aws-ec2-metadata-token": token}) is not None
 
 
 def is_preempted_by_google(endpoint: str = "http://metadata.google.internal") -> bool:
@@ -89,7 +82,7 @@ def _announce_preemption(deadline_seconds: float, address: str | None) -> None:
     client = GcsClient(address=services.canonicalize_bootstrap_address_or_die(address))
     heads = {
         node_id.hex()
-        for node_id, node in client.get_all_node_info(timeout=CLUSTER_TIMEOUT_SECONDS).items()
+        for node_id, node in client.get_all_node_info(timeout=10.0).items()
         if node.is_head_node
     }
     for node_id in sorted(node_ids - heads):
@@ -122,14 +115,13 @@ def _request(url: str, *, headers: dict[str, str], method: str = "GET") -> str |
     """The answer of the metadata service; None without one."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=METADATA_TIMEOUT_SECONDS) as response:
+        with urllib.request.urlopen(request, timeout=2.0) as response:
             return str(response.read().decode())
     except (urllib.error.URLError, OSError):
         return None
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command line of this module."""
     parser = argparse.ArgumentParser(prog="python -P -m cluster.drain_node", description=MESSAGE)
     parser.add_argument("--deadline-seconds", type=float, required=True)
     parser.add_argument("--address", help="of the Ray cluster")
@@ -137,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     if options.when_preempted:
         while not CLOUDS[options.when_preempted]():
-            time.sleep(METADATA_POLL_SECONDS)
+            time.sleep(5.0)
     drain_this_host(deadline_seconds=options.deadline_seconds, address=options.address)
 
 

@@ -51,9 +51,7 @@ from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.runtime.process import PACKAGES
 
 COMMANDS = ("train", "prepare", "eval")
-"""The txl commands that can be jobs."""
 CONFIG_NAME = "config.yaml"
-"""Name of the resolved config that is sent."""
 SHUTDOWN_SECONDS = 30
 """Beyond `training.grace_seconds`, for the end of the ranks and of the command."""
 STOP_SECONDS = 60
@@ -63,9 +61,6 @@ REQUEST_SECONDS = 60.0
 POLL_SECONDS = 2.0
 EXCLUDES = ("__pycache__", "*.pyc", ".env*", "*.pem", "*.key", "*password*", "*secret*")
 """Files among the sources that are not sent. The last ones usually contain secrets."""
-_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-_LOGGERS = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
-"""The last two set a level of their own, and report every connection."""
 _SECRETS_BELONG = (
     "Anyone with access to the cluster's dashboard could read it. Set secrets in the environment "
     "of the nodes, where `ray start` runs (for MLflow: MLFLOW_TRACKING_USERNAME, "
@@ -92,11 +87,7 @@ class JobRequest:
 
 
 def plan_job(
-    words: Sequence[str],
-    *,
-    program: Any,
-    root: str,
-    python: str = "python",
+    words: Sequence[str], *, program: Any, root: str, python: str = "python"
 ) -> JobRequest:
     """Check a command and turn it into a request. `program` is `txl` as a command of typer.
 
@@ -114,10 +105,11 @@ def plan_job(
         raise ConfigError("--on is not an option of a job, which runs on the cluster it is sent to")
     arguments, stop_seconds = list(words[1:]), STOP_SECONDS
     quoted, stem = [shlex.quote(word) for word in arguments], context.params.get("out") or ""
-    config = None
+    config_text = ""
     if name == "train":
         given = context.params["config"]
-        config = _require_no_secret(load_run_config(given, context.params["overrides"] or []))
+        config = load_run_config(given, context.params["overrides"] or [])
+        config_text = _text_to_send(given, config)
         stop_seconds = math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS
         stem = Path(given).stem
         position = next(n for n, word in enumerate(arguments) if Path(word) == given)
@@ -131,24 +123,20 @@ def plan_job(
         command=shlex.join(("txl", *words)),
         entrypoint=f"cd {shlex.quote(root)} && {txl} {' '.join(quoted)}",
         stop_seconds=stop_seconds,
-        config=_text_to_send(context.params["config"], config) if config else "",
+        config=config_text,
     )
 
 
-def _require_no_secret(config: RunConfig) -> RunConfig:
+def _text_to_send(path: Path, config: RunConfig) -> str:
+    """The resolved config; with `init_from` the file, because the model may be on the cluster only:
+    there `model` is completed. Raises ConfigError if there is a secret in it.
+    """
     for name, value in flatten_config(config).items():
         if HIDDEN in str(value):
             raise ConfigError(
                 f"{name}={value}: a secret in the config, which would be uploaded. "
                 f"{_SECRETS_BELONG}"
             )
-    return config
-
-
-def _text_to_send(path: Path, config: RunConfig) -> str:
-    """The resolved config; with `init_from` the file, because the model may be on the cluster only:
-    there `model` is completed.
-    """
     if config.init_from is None:
         return dump_run_config(config)
     text = read_text(find_config(path))
@@ -194,7 +182,6 @@ class Job:
 
 
 def job_of(details: JobDetails) -> Job:
-    """Return a job from what Ray knows about it."""
     state, code = details.status.value.lower(), details.driver_exit_code
     if not details.status.is_terminal():
         code = None
@@ -253,7 +240,6 @@ class RayJobs(JobSubmissionClient):
         return [job_of(each) for each in known if "txl.command" in (each.metadata or {})]
 
     def job(self, job_id: str) -> Job:
-        """Return a job by its id."""
         return job_of(self.get_job_info(job_id))
 
     def wait(self, job_id: str, write: Callable[[str], object] = lambda text: None) -> Job:
@@ -282,9 +268,10 @@ def ray_jobs(address: str) -> Iterator[RayJobs]:
     url = shown(address)
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"--address {url}: give the URL of the dashboard, http://HOST:8265")
-    for name in _LOGGERS:
+    # The last two set a level of their own, and report every connection.
+    for name in ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in _ADDRESS_VARIABLES:
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         os.environ.pop(name, None)  # Ray prefers them to an explicit address
     client = None
     try:

@@ -19,11 +19,13 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cluster.connection import ConnectionThread, lines_of, ray_log
-from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
+from cluster.nodes import ClusterMonitor, check_cluster_nodes, choose_resource, live_nodes
+from cluster.rank_group import RayRankGroup
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
@@ -60,14 +62,14 @@ class Worker:
             return error, peak_memory_bytes()
 
 
+@dataclass(eq=False)
 class _WorkerHandle:
     """An actor as the driver sees it."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.name = "a worker"
-        self.task: tuple[int, Any] | None = None
-        """Number and unit; None while it starts or is idle."""
+    actor: Any
+    name: str = "a worker"
+    task: tuple[int, Any] | None = None
+    """Number and unit; None while it starts or is idle."""
 
 
 class RayWorkers:
@@ -83,12 +85,10 @@ class RayWorkers:
         self._is_closed = False
         self._stack = ExitStack()
         self._idle: list[_WorkerHandle] = []
+        # By the object reference of the call: the workers that start or are busy.
         self._calls: dict[Any, _WorkerHandle] = {}
-        """By the object reference of the call: the workers that start or are busy."""
-        self._queue: deque[tuple[int, Any]] = deque()
-        """Units without a worker."""
-        self._deaths: Counter[int] = Counter()
-        """By number of the unit: the workers that died with it."""
+        self._queue: deque[tuple[int, Any]] = deque()  # units without a worker
+        self._deaths: Counter[int] = Counter()  # by number of the unit: its dead workers
         self._num_failed_starts = 0
 
     def __enter__(self) -> Self:
@@ -235,20 +235,14 @@ class RayLauncher(Launcher):
     `address` is that of a running cluster; None starts a private Ray on this machine.
     """
 
-    # The imports are inside the methods because Ray takes seconds to import, and each command needs
-    # one of the modules.
-
     def __init__(self, address: str | None = None) -> None:
         self._address = address
 
     def rank_group(self, spec: TrainSpec, ranks: RankRange) -> AbstractContextManager[RankGroup]:
         """The ranks as actors in a placement group."""
-        from cluster.rank_group import RayRankGroup
-
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
         num_cpus = max(ranks.maximum, os.cpu_count() or 1)
-        thread = ConnectionThread(self._address, num_cpus=num_cpus)
-        return RayRankGroup(spec, ranks, thread)
+        return RayRankGroup(spec, ranks, ConnectionThread(self._address, num_cpus=num_cpus))
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False
@@ -259,6 +253,4 @@ class RayLauncher(Launcher):
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
         """Check every node of the cluster, and the links between them."""
-        from cluster.doctor import check_cluster_nodes
-
         return check_cluster_nodes(request, address=self._address)

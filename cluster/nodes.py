@@ -1,26 +1,38 @@
-"""Nodes of a Ray cluster: what ranks reserve there, what is free and alive; one rank as an actor.
+"""Nodes of a Ray cluster: what ranks reserve there, what is free and alive, and `txl doctor`.
 
-    RankActor.locate    where the actor runs; with all locations ranks are numbered (`order_ranks`)
-    RankActor.prepare   the environment of the rank; imports torch and the training code
-    RankActor.run       train_rank; returns the TxlError that ended it
+    check_cluster_nodes -> check_this_machine (a task on each node) -> findings of each node
+                        -> comparisons of all nodes: versions, files of the run directory
 
-It imports no torch at its top: Ray's thread of the launcher imports this module.
+A task of the doctor reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a
+time limit; a node that does not answer is named, and left out of the comparisons.
 """
 
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
 
-import psutil
-
-from cluster.connection import HEAD_SECONDS, responds
+from cluster.connection import HEAD_SECONDS, ray_connection, responds
 from data_pipeline.errors import counted
+from data_pipeline.system.files import write_file
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.runtime.process import free_port
+from txl_dist.launch.doctor import (
+    LIMIT_SECONDS,
+    SAME_SOURCES,
+    DoctorRequest,
+    Finding,
+    check_this_machine,
+    check_versions,
+    failed_check,
+    new_probe,
+    run_checks,
+    without_builds,
+)
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
@@ -28,7 +40,6 @@ Resource = Literal["GPU", "CPU"]
 
 
 def live_nodes() -> list[Node]:
-    """The nodes of the connected cluster that are alive."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
@@ -55,7 +66,6 @@ def choose_resource(gpus_per_rank: int | None, nodes: Sequence[Node], num_ranks:
 POLL_SECONDS = 2.0
 SUSPENDED_SECONDS = 10.0
 """A caller that has not asked for this long was suspended (Ctrl-Z, or the whole machine)."""
-_JOIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ class ClusterMonitor:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(_JOIN_SECONDS)
+        self._thread.join(5.0)
 
     @property
     def is_head_lost(self) -> bool:
@@ -168,132 +178,142 @@ def _read_state(resource: Resource) -> ClusterState:
     )
 
 
-# --- one rank -------------------------------------------------------------------------------------
+# --- txl doctor -----------------------------------------------------------------------------------
+
+R = TypeVar("R")
+START_SECONDS = 60.0
+"""Time limit for the start of a process on a node, imports included."""
+SHARED_WAIT_SECONDS = 10.0
+"""NFS clients cache attributes for some seconds, so a new file may appear late on other nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankLocation:
-    """The process of a rank, and what it has reserved there."""
-
-    node_id: str
-    address: str
-    pid: int
-    gpus: tuple[str, ...]
-    node_cpus: float
-    """CPUs that the node offers to Ray; 0: not known."""
-
-    def __str__(self) -> str:
-        return f"node {self.address}, pid {self.pid}"
+def write_probe(run: str) -> str:
+    """Write a file where `run` is or will be created; return its path."""
+    path = new_probe(run)
+    write_file(path, path.name.encode())
+    return str(path)
 
 
-def order_ranks(
-    located: Sequence[tuple[RankLocation, Any]], *, own_node_id: str
-) -> list[tuple[RankLocation, Any]]:
-    """Actors in rank order: those of a node together, the launcher's node first."""
+def sees_probe(path: str) -> bool:
+    """Say whether this node sees the file that another node has written."""
+    deadline = time.monotonic() + SHARED_WAIT_SECONDS
+    while time.monotonic() <= deadline:
+        with suppress(OSError):
+            if Path(path).read_bytes() == Path(path).name.encode():
+                return True  # else a file of another file system
+        time.sleep(0.2)
+        with suppress(OSError):
+            os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
+    return False
 
-    def key(entry: tuple[RankLocation, Any]) -> tuple[object, ...]:
-        location, _ = entry
-        is_elsewhere = location.node_id != own_node_id
-        return is_elsewhere, location.address, location.node_id, location.gpus, location.pid
 
-    return sorted(located, key=key)
+def remove_probe(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
 
 
-class RankActor:
-    """The actor. A TxlError is returned, because Ray would wrap it if it were raised."""
+class _Nodes:
+    """The live nodes of the connected cluster, and the findings about calls that failed."""
 
-    def locate(self) -> RankLocation:
+    def __init__(self) -> None:
+        nodes = live_nodes()
+        hosts = Counter(node["NodeManagerAddress"] for node in nodes)
+        self.ids: dict[str, str] = {}
+        """By name: the address, unless several nodes have it."""
+        for node in nodes:
+            host, node_id = node["NodeManagerAddress"], node["NodeID"]
+            self.ids[host if hosts[host] == 1 else f"{host} (node {node_id[:8]})"] = node_id
+        self.failures: list[Finding] = []
+
+    def call(
+        self, check: str, function: Callable[..., R], *arguments: Any, on: Iterable[str]
+    ) -> dict[str, R]:
+        """Node -> result of the function there, for those of the nodes `on` that have one."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = ray.remote(num_cpus=0, max_retries=0)(function)
+        calls = {}
+        for name in on:
+            strategy = NodeAffinitySchedulingStrategy(self.ids[name], soft=False)
+            calls[name] = remote.options(scheduling_strategy=strategy).remote(*arguments)
+        deadline = time.monotonic() + START_SECONDS + LIMIT_SECONDS
+        results = {}
+        for name, call in calls.items():
+            try:
+                results[name] = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
+            except ray.exceptions.RayError as error:
+                failure = failed_check(getattr(error, "cause", None) or error)
+                self.failures.append(replace(failure, check=check, node=name))
+        return results
+
+
+def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[Finding]:
+    """Return all findings about a cluster. `address` None: a private Ray on this machine.
+
+    Raises ConfigError if there is no cluster at `address`.
+    """
+    with ray_connection(address, num_cpus=os.cpu_count() or 1):
         import ray
 
-        context = ray.get_runtime_context()
-        node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-        return RankLocation(
-            context.get_node_id(),
-            ray.util.get_node_ip_address(),
-            os.getpid(),
-            tuple(context.get_accelerator_ids().get("GPU", ())),
-            node["Resources"].get("CPU", 0.0),
-        )
-
-    def prepare(
-        self, settings: dict[str, Any], rank: int, locations: Sequence[RankLocation]
-    ) -> int:
-        """Set what the rank reads from its environment; returns a free port of this node."""
-        own = locations[rank]
-        peers = [n for n, other in enumerate(locations) if other.node_id == own.node_id]
-        gpus = [gpu for n in peers for gpu in locations[n].gpus[:1]]
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(locations)),
-            "LOCAL_RANK": str(peers.index(rank)),
-            "LOCAL_WORLD_SIZE": str(len(peers)),
-            "MASTER_ADDR": locations[0].address,
-            # NCCL reaches the other GPUs of a node by their numbers. Ray does not hide GPUs from a
-            # process that has reserved none.
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus) if settings["use_gpu"] else "",
+        url = ray._private.worker.get_dashboard_url() or ""
+        if (port := url.rpartition(":")[2]).isdigit():
+            request = replace(request, dashboard_port=int(port))
+        nodes = _Nodes()
+        # This machine first: in a comparison of two, it is the reference.
+        versions = {} if "versions" in request.skip else {"versions": check_versions}
+        findings = run_checks(versions, node="this machine")
+        # The ranks use the addresses by which Ray has connected the nodes (rank_group.py).
+        request = replace(request, skip=request.skip | {"network"})
+        checked = nodes.call("versions", check_this_machine, request, on=nodes.ids)
+        findings += [replace(each, node=node) for node, found in checked.items() for each in found]
+        findings += compare_nodes(findings)
+        bad = {
+            each.node for each in findings if (each.check, each.status) == ("storage", "problem")
         }
-        use_interface_of(own.address)
-        os.chdir(settings["working_directory"])  # the config may have relative paths
-        self._settings, self._own, self._num_peers = settings, own, len(peers)
-
-        import txl_dist.training.rank  # noqa: F401  # seconds, which all ranks spend at once
-
-        return free_port(own.address)
-
-    def run(self, port: int) -> TxlError | None:
-        """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
-        import torch
-
-        from data_pipeline.system.signals import StopSignals, unblock_stop_signals
-        from txl_dist.runtime.stop import exit_before_first_step
-        from txl_dist.runtime.world import World
-        from txl_dist.training.rank import train_rank
-        from txl_dist.training.spec import TrainSpec
-
-        os.environ["MASTER_PORT"] = str(port)
-        spec = TrainSpec.from_json(self._settings["spec"])
-        torch.set_num_threads(
-            num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
-        )
-        with StopSignals(on_request=exit_before_first_step):
-            # A private Ray blocks stop signals in its processes. A signal that reaches only this
-            # rank is a request to all.
-            unblock_stop_signals()
-            try:
-                train_rank(spec, World.from_environment())
-            except TxlError as error:
-                return error
-        return None
+        able = [name for name in checked if name not in bad]
+        if request.run is not None and "storage" not in request.skip and len(able) > 1:
+            findings += _shared_findings(nodes, request.run, able)
+        return [*findings, *nodes.failures]
 
 
-def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
-    """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
-    # Ray knows the limit of a container and what the administrator has set, this machine only all.
-    num_cpus = os.cpu_count() or 1
-    usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
-    return max(1, usable // ranks_on_node)
+def _shared_findings(nodes: _Nodes, run: str, names: Sequence[str]) -> Iterator[Finding]:
+    """Yield whether the other nodes see a file that the first one writes where the run will be."""
+    writer, *readers = names
+    for path in nodes.call("storage", write_probe, run, on=[writer]).values():
+        views = nodes.call("storage", sees_probe, path, on=readers)
+        for node, is_seen in views.items():
+            if is_seen:
+                found = f"a file that {writer} wrote is seen"
+                yield Finding("ok", found, check="storage", node=node)
+            else:
+                yield Finding(
+                    "problem",
+                    f"a file that {writer} wrote is not seen",
+                    "one directory that all nodes share",
+                    "mount the same file system at this path on all nodes, and choose a run "
+                    "directory on it",
+                    "storage",
+                    node,
+                )
+        nodes.call("storage", remove_probe, path, on=[writer])
 
 
-INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""Variable -> format of its value. Without =, NCCL matches prefixes: eth1 matches eth10."""
-
-
-def use_interface_of(address: str) -> None:
-    """Make gloo and NCCL use the interface with the node's Ray address, unless the user chose one.
-
-    By default gloo announces the address that the host's own name resolves to. On Debian that is
-    127.0.1.1, which no rank on another host can reach. NCCL has heuristics too. Ray's address of a
-    node is known to be reachable, because the nodes connect to each other through it.
-    """
-    if (interface := interface_of(address)) is not None:
-        for name, form in INTERFACE_VARIABLES.items():
-            os.environ.setdefault(name, form.format(interface))
-
-
-def interface_of(address: str) -> str | None:
-    """The interface that has `address`; None if no interface has it (NAT)."""
-    for name, entries in psutil.net_if_addrs().items():
-        # An IPv6 address may end with its interface: fe80::1%eth0.
-        if address in {entry.address.partition("%")[0] for entry in entries}:
-            return name
-    return None
+def compare_nodes(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield a problem for every node whose versions differ from those of most nodes."""
+    facts = {
+        each.node: tuple(without_builds(each.found).split(", "))
+        for each in findings
+        if (each.check, each.status) == ("versions", "ok")
+    }
+    for node, own in facts.items():
+        ((expected, _),) = Counter(facts.values()).most_common(1)  # of several, the first
+        if own != expected:
+            example = next(node for node, known in facts.items() if known == expected)
+            yield Finding(
+                "problem",
+                ", ".join(fact for fact in own if fact not in expected),
+                f"as on {example}: " + ", ".join(fact for fact in expected if fact not in own),
+                SAME_SOURCES,
+                "versions",
+                node,
+            )

@@ -1,7 +1,10 @@
 """RayRankGroup: the ranks of a launch as Ray actors in a placement group.
 
     main thread: supervise -> start, poll, kill            never calls Ray
-    Ray's thread: connect -> reserve -> RankActor.locate, prepare, run -> events
+    Ray's thread: connect -> reserve -> RankActor -> events
+                    RankActor.locate    where it runs; `order_ranks` numbers the ranks by that
+                    RankActor.prepare   the environment of the rank; imports torch
+                    RankActor.run       train_rank; returns the TxlError that ended it
 
 A call into Ray can block for minutes or without limit, and Python handles no signal meanwhile. So
 the main thread only exchanges events and requests with Ray's thread, and abandons it if it blocks.
@@ -12,11 +15,15 @@ docs/decisions/0053-one-supervisor-for-all-launchers.md.
 
 import logging
 import math
+import os
 import queue
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from cluster.connection import (
     SHUTDOWN_SECONDS,
@@ -28,12 +35,9 @@ from cluster.connection import (
 from cluster.nodes import (
     ClusterMonitor,
     ClusterState,
-    RankActor,
-    RankLocation,
     Resource,
     choose_resource,
     live_nodes,
-    order_ranks,
 )
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
@@ -46,12 +50,141 @@ from txl_dist.launch.launcher import (
     RanksUp,
     Room,
 )
+from txl_dist.runtime.process import free_port
 from txl_dist.training.spec import RunDirectory, TrainSpec
 
 POLL_SECONDS = 0.2
 RESERVE_SECONDS = 60.0
 """Elastic runs: time limit for the resources of a start. After that, fewer ranks may start."""
 log = logging.getLogger("ray.txl")
+
+
+@dataclass(frozen=True, slots=True)
+class RankLocation:
+    """The process of a rank, and what it has reserved there."""
+
+    node_id: str
+    address: str
+    pid: int
+    gpus: tuple[str, ...]
+    node_cpus: float
+    """CPUs that the node offers to Ray; 0: not known."""
+
+    def __str__(self) -> str:
+        return f"node {self.address}, pid {self.pid}"
+
+
+def order_ranks(
+    located: Sequence[tuple[RankLocation, Any]], *, own_node_id: str
+) -> list[tuple[RankLocation, Any]]:
+    """Actors in rank order: those of a node together, the launcher's node first."""
+
+    def key(entry: tuple[RankLocation, Any]) -> tuple[object, ...]:
+        location, _ = entry
+        is_elsewhere = location.node_id != own_node_id
+        return is_elsewhere, location.address, location.node_id, location.gpus, location.pid
+
+    return sorted(located, key=key)
+
+
+class RankActor:
+    """The actor. A TxlError is returned, because Ray would wrap it if it were raised."""
+
+    def locate(self) -> RankLocation:
+        import ray
+
+        context = ray.get_runtime_context()
+        node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        return RankLocation(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            tuple(context.get_accelerator_ids().get("GPU", ())),
+            node["Resources"].get("CPU", 0.0),
+        )
+
+    def prepare(
+        self, settings: dict[str, Any], rank: int, locations: Sequence[RankLocation]
+    ) -> int:
+        """Set what the rank reads from its environment; returns a free port of this node."""
+        own = locations[rank]
+        peers = [n for n, other in enumerate(locations) if other.node_id == own.node_id]
+        gpus = [gpu for n in peers for gpu in locations[n].gpus[:1]]
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(locations)),
+            "LOCAL_RANK": str(peers.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(peers)),
+            "MASTER_ADDR": locations[0].address,
+            # NCCL reaches the other GPUs of a node by their numbers. Ray does not hide GPUs from a
+            # process that has reserved none.
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus) if settings["use_gpu"] else "",
+        }
+        use_interface_of(own.address)
+        os.chdir(settings["working_directory"])  # the config may have relative paths
+        self._settings, self._own, self._num_peers = settings, own, len(peers)
+
+        import txl_dist.training.rank  # noqa: F401  # seconds, which all ranks spend at once
+
+        return free_port(own.address)
+
+    def run(self, port: int) -> TxlError | None:
+        """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
+        import torch
+
+        from data_pipeline.system.signals import StopSignals, unblock_stop_signals
+        from txl_dist.runtime.stop import exit_before_first_step
+        from txl_dist.runtime.world import World
+        from txl_dist.training.rank import train_rank
+        from txl_dist.training.spec import TrainSpec
+
+        os.environ["MASTER_PORT"] = str(port)
+        spec = TrainSpec.from_json(self._settings["spec"])
+        torch.set_num_threads(
+            num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
+        )
+        with StopSignals(on_request=exit_before_first_step):
+            # A private Ray blocks stop signals in its processes. A signal that reaches only this
+            # rank is a request to all.
+            unblock_stop_signals()
+            try:
+                train_rank(spec, World.from_environment())
+            except TxlError as error:
+                return error
+        return None
+
+
+def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
+    """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
+    # Ray knows the limit of a container and what the administrator has set, this machine only all.
+    num_cpus = os.cpu_count() or 1
+    usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
+    return max(1, usable // ranks_on_node)
+
+
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""Variable -> format of its value. Without =, NCCL matches prefixes: eth1 matches eth10."""
+
+
+def use_interface_of(address: str) -> None:
+    """Make gloo and NCCL use the interface with the node's Ray address, unless the user chose one.
+
+    By default gloo announces the address that the host's own name resolves to. On Debian that is
+    127.0.1.1, which no rank on another host can reach. NCCL has heuristics too. Ray's address of a
+    node is known to be reachable, because the nodes connect to each other through it.
+    """
+    if (interface := interface_of(address)) is not None:
+        for name, form in INTERFACE_VARIABLES.items():
+            os.environ.setdefault(name, form.format(interface))
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has `address`; None if no interface has it (NAT)."""
+    for name, entries in psutil.net_if_addrs().items():
+        # An IPv6 address may end with its interface: fe80::1%eth0.
+        if address in {entry.address.partition("%")[0] for entry in entries}:
+            return name
+    return None
 
 
 class RayRankGroup:
@@ -68,12 +201,10 @@ class RayRankGroup:
         self._starts: queue.Queue[tuple[TrainSpec, int]] = queue.Queue()
         self._killed: frozenset[int] = frozenset()
         self._monitor: ClusterMonitor | None = None
+        # Of the ranks of the current start, by rank; empty until they are up.
         self._locations: list[RankLocation] = []
-        """Of the ranks of the current start, by rank; empty until they are up."""
-        self._node_ids: frozenset[str] = frozenset()
-        """Nodes that were alive when the cluster was polled last."""
-        self._waiting_since = time.monotonic()
-        """When the ranks began to be waited for."""
+        self._node_ids: frozenset[str] = frozenset()  # alive when the cluster was polled last
+        self._waiting_since = time.monotonic()  # for the ranks
         self._is_up = False
 
     def __enter__(self) -> Self:
@@ -95,7 +226,13 @@ class RayRankGroup:
         self._starts.put((spec, num_ranks))
 
     def poll(self) -> list[Event]:
-        events = self._take_events()
+        events: list[Event] = []
+        while not self._events.empty():
+            events.append(event := self._events.get())
+            if isinstance(event, RanksUp):
+                self._is_up = True
+            elif isinstance(event, RankEnded):
+                self._is_up, self._waiting_since = False, time.monotonic()
         error, monitor = self._thread.error, self._monitor
         if monitor is not None and (monitor.is_head_lost or (error and not responds(monitor.head))):
             raise monitor.lost_head_error(resume_advice(self._directory.path))
@@ -107,11 +244,10 @@ class RayRankGroup:
             self.waits_for = monitor.describe_wait(self._ranks.minimum, "rank")
         limit_seconds = self._config.ray.start_timeout_seconds
         if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
-            ray_log_path = self._directory.logs / "ray.log"
             raise TxlError(
                 f"the ranks did not start within {limit_seconds:g} s (ray.start_timeout_seconds), "
-                f"while waiting for {self.waits_for}. Ray's log: {ray_log_path}. Run the same "
-                "command again, or use --on processes"
+                f"while waiting for {self.waits_for}. Ray's log: {self._directory.logs}/ray.log. "
+                "Run the same command again, or use --on processes"
             )
         return events
 
@@ -120,16 +256,6 @@ class RayRankGroup:
 
     def kill(self, ranks: Collection[int]) -> None:
         self._killed |= frozenset(ranks)
-
-    def _take_events(self) -> list[Event]:
-        events: list[Event] = []
-        while not self._events.empty():
-            events.append(event := self._events.get())
-            if isinstance(event, RanksUp):
-                self._is_up = True
-            elif isinstance(event, RankEnded):
-                self._is_up, self._waiting_since = False, time.monotonic()
-        return events
 
     def _news(self, monitor: ClusterMonitor, state: ClusterState) -> list[Event]:
         """What the state of the cluster says about room, lost nodes and preemptions."""
@@ -165,6 +291,7 @@ class RayRankGroup:
         """One start: reserve, start the actors, and report how each of them ends."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group = placement_group([{resource: 1}] * num_ranks, strategy="PACK")
         try:
@@ -172,7 +299,14 @@ class RayRankGroup:
             if not self._wait(lambda: group.wait(1.0), limit_seconds):
                 self._end_all(num_ranks, "the resources of the ranks are not free")
                 return
-            actors = _start_actors(group, num_ranks, resource)
+            remote = ray.remote(
+                num_cpus=int(resource == "CPU"), num_gpus=int(resource == "GPU"), max_restarts=0
+            )(RankActor)
+            places = (
+                PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+                for bundle in range(num_ranks)
+            )
+            actors = [remote.options(scheduling_strategy=place).remote() for place in places]
             try:
                 calls = [actor.locate.remote() for actor in actors]
                 if not self._wait(lambda: not ray.wait(calls, num_returns=num_ranks, timeout=1)[1]):
@@ -246,21 +380,3 @@ class RayRankGroup:
             if is_done():
                 return True
         return False
-
-
-def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    remote = ray.remote(RankActor)
-    return [
-        remote.options(
-            num_cpus=int(resource == "CPU"),
-            num_gpus=int(resource == "GPU"),
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=bundle
-            ),
-        ).remote()
-        for bundle in range(num_ranks)
-    ]

@@ -8,6 +8,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dataset") / "stdlib"
     prepare_dataset([folder], out, PrepareSettings(split={"valid": 0.3}, block_bytes=4096))
     return out
+
+
+@pytest.fixture(scope="session")
+def straight(
+    ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`straight(*settings, num_ranks=2)`: the run of these settings, which nothing disturbed."""
+    from tests.support.training_runs import trained
+
+    @cache
+    def train_once(*settings: str, num_ranks: int = 2) -> Path:
+        run = tmp_path_factory.mktemp("straight")
+        return trained(ranks, dataset, run, *settings, num_ranks=num_ranks)
+
+    return train_once
 
 
 @pytest.fixture

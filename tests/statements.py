@@ -36,7 +36,6 @@ TOLERATED = 20
 
 
 def main() -> None:
-    """Compare, or write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the numbers of today")
     written, counted = tomllib.loads(FILE.read_text("utf-8")), count(ROOT)

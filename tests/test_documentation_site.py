@@ -14,9 +14,9 @@ import yaml
 import txl_dist
 from tests.support.documents import leaf_commands
 from txl_dist.cli.app import app
-from txl_dist.config import optimizer_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.starting_file import documentation_of
+from txl_dist.config.training_config import OPTIMIZER_RECIPES
 from txl_dist.model import choices, config
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +75,7 @@ def test_the_ranges_of_settings_are_in_words_and_the_recipes_are_compared(
     assert "matches" not in references["settings"]
     assert "begins with `s3://` or `gs://`" in references["settings"]
     rows = references["recipes"].splitlines()[2:]
-    sections = (("model", choices.RECIPES), ("optimizer", optimizer_config.RECIPES))
+    sections = (("model", choices.RECIPES), ("optimizer", OPTIMIZER_RECIPES))
     names = [f"{section}.{name}" for section, recipes in sections for name in recipes["modern"]]
     assert [re.findall(r"\[`(.+?)`\]", row) for row in rows] == [[name] for name in names]
     assert "| `false` | `true` |" in rows[names.index("model.qk_norm")]

@@ -19,7 +19,6 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 def run(name: str, *words: object) -> str:
-    """The output of an example."""
     (path,) = (path for path in EXAMPLES if path.stem == name)
     ended = subprocess.run(
         [sys.executable, path, *map(str, words)], capture_output=True, check=False

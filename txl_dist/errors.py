@@ -87,7 +87,6 @@ def error_of_files(error: OSError) -> TxlError | None:
 
 
 def print_error(error: TxlError) -> None:
-    """Print one message on standard error."""
     # A stop on request is not a failure, so its message has no error name in front.
     name = "" if isinstance(error, PreemptedError) else f"{type(error).__name__}: "
     with suppress(OSError):  # the terminal is gone; the exit code still tells
@@ -101,7 +100,6 @@ def error_to_json(error: TxlError, *, max_chars: int | None = None) -> bytes:
 
 
 def error_from_json(line: bytes) -> TxlError:
-    """Recreate an error that another process raised."""
     content = json.loads(line)
     name = content["type"] if content["type"] in __all__ else "TxlError"
     error: TxlError = globals()[name](content["message"])

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from txl_dist.config import optimizer_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.starting_file import documentation_of
+from txl_dist.config.training_config import OPTIMIZER_RECIPES
 from txl_dist.model import choices
 from txl_dist.model.config import ModelConfig
 
@@ -50,7 +50,7 @@ def recipe_table() -> str:
     lines = ["| setting | `paper` | `modern` |", "|---|---|---|"]
     for section, values in (
         ("model", choices.RECIPES["modern"]),
-        ("optimizer", optimizer_config.RECIPES["modern"]),
+        ("optimizer", OPTIMIZER_RECIPES["modern"]),
     ):
         paper = RunConfig.model_fields[section].default
         for name, value in values.items():

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.connection import access_token
+from cluster.connection import ACCESS_TOKEN
 from cluster.launcher import RayLauncher
 from tests.support.training_runs import tiny_spec
 
 os.environ["RAY_AUTH_MODE"] = "token"
-os.environ["RAY_AUTH_TOKEN"] = access_token()
+os.environ["RAY_AUTH_TOKEN"] = ACCESS_TOKEN
 
 
 @pytest.fixture(scope="session")

@@ -49,30 +49,28 @@ def server(answer: bytes) -> Iterator[str]:
         connection.close()
 
 
+def assert_rejected(address: str, reason: str = "") -> None:
+    message = f"no Ray cluster .* --on {address}: {reason}"
+    with pytest.raises(ConfigError, match=message), ray_connection(address, num_cpus=1):
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "a web server"]
 )
 def test_a_server_that_is_not_a_ray_cluster_is_rejected_within_seconds(answer: bytes) -> None:
     with server(answer) as address:
         begin = time.monotonic()
-        with pytest.raises(ConfigError, match=f"no Ray cluster .* --on {address}"):  # noqa: SIM117
-            with ray_connection(address, num_cpus=1):
-                raise AssertionError
+        assert_rejected(address)
         assert time.monotonic() - begin < 2 * RESPONSE_SECONDS + 5
 
 
-def test_an_address_without_a_server_is_rejected() -> None:
+def test_an_address_without_a_server_or_without_a_port_is_rejected() -> None:
     with socket.create_server(("", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ConfigError, match=f"no Ray cluster .* --on {address}: nothing answers"):  # noqa: SIM117
-        with ray_connection(address, num_cpus=1):
-            raise AssertionError
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:", "host:port", "ray://127.0.0.1"])
-def test_a_malformed_address_is_rejected(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"--on {address}"), ray_connection(address, num_cpus=1):
-        raise AssertionError
+    assert_rejected(address, "nothing answers")
+    for malformed in ("127.0.0.1:", "host:port", "ray://127.0.0.1"):
+        assert_rejected(malformed)
 
 
 def test_a_grpc_server_responds() -> None:

@@ -6,17 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.doctor import compare_nodes, remove_probe, sees_probe, write_probe
-from tests.support.commands import ENVIRONMENT, wait_until
+from cluster.nodes import compare_nodes, remove_probe, sees_probe, write_probe
+from tests.support.commands import ENVIRONMENT
 from tests.support.hosts import Host, two_hosts
-from tests.support.nodes import RayNode, ray_node, token_environment
+from tests.support.nodes import RayNode, ray_node, ray_start, token_environment
 from txl_dist.launch.doctor import DASHBOARD_PORT, Finding
 
 ROOT = Path(__file__).parents[2]
@@ -86,30 +86,17 @@ def test_every_difference_of_a_host_is_named_and_two_equal_hosts_are_fine(tmp_pa
     assert all(one["expected"] and one["advice"] for one in advised)
 
 
-@contextmanager
 def head_with_dashboard(
     host: Host, directory: Path, environment: Mapping[str, str], dashboard_host: str
-) -> Iterator[None]:
+) -> AbstractContextManager[RayNode]:
     """`ray start --head` as an administrator starts it, with its dashboard."""
-    log = directory / "head.log"
-    command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--head")
-    options = (
-        f"--node-ip-address={host.address}", f"--dashboard-host={dashboard_host}", "--num-cpus=1",
-        "--object-store-memory=100000000",
-    )  # fmt: skip
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            (*host.prefix, *command, *options),
-            stdout=file,
-            stderr=file,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment},
-        )
-    node = RayNode(host.address, process, log)
-    try:
-        wait_until(lambda: b"Ray runtime started" in log.read_bytes())
-        yield
-    finally:
-        node.kill()
+    command = (
+        *(*host.prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--head"),
+        *(f"--node-ip-address={host.address}", f"--dashboard-host={dashboard_host}"),
+        *("--num-cpus=1", "--object-store-memory=100000000"),
+    )
+    variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    return ray_start(command, host.address, directory, env=variables)
 
 
 @pytest.mark.cluster
@@ -160,7 +147,7 @@ def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
 def test_a_file_of_another_node_is_seen_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.doctor.SHARED_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr("cluster.nodes.SHARED_WAIT_SECONDS", 0.3)
     path = Path(write_probe(str(tmp_path / "runs" / "new")))
     other = tmp_path / "other" / path.name  # on another file system
     other.parent.mkdir()

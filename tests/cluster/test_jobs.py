@@ -44,6 +44,13 @@ def plan(*words: str, root: str = "/shared") -> JobRequest:
     return plan_job(words, program=typer.main.get_command(app), root=root)
 
 
+def assert_refused(message: str, *words: str) -> None:
+    """The message does not repeat a secret."""
+    with pytest.raises(ConfigError, match=message) as error:
+        plan(*words)
+    assert "CANARY" not in str(error.value)
+
+
 def test_the_command_runs_in_the_root_with_the_resolved_config() -> None:
     request = plan("train", "--ranks", "2", str(TINY), "seed=4")
     assert request.entrypoint == (
@@ -70,8 +77,7 @@ def test_the_command_runs_in_the_root_with_the_resolved_config() -> None:
     ],
 )
 def test_an_invalid_command_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan(*words)
+    assert_refused(message, *words)
     with pytest.raises(ConfigError, match="absolute path on the cluster"):
         plan(*TRAIN, root="shared")
 
@@ -87,9 +93,7 @@ def test_an_invalid_command_is_refused(words: tuple[str, ...], message: str) -> 
     ],
 )
 def test_a_secret_in_the_command_is_refused_and_not_printed(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="a secret") as error:
-        plan(*words)
-    assert "CANARY" not in str(error.value)
+    assert_refused("a secret", *words)
 
 
 @pytest.mark.fault_row(44)
@@ -100,9 +104,7 @@ def test_a_config_whose_model_is_on_the_cluster_is_sent_as_it_is(tmp_path: Path)
     assert request.entrypoint.endswith('"$OLDPWD"/config.yaml init_from=/shared/model seed=4')
     path = tmp_path / "run.yaml"
     path.write_text(f"{TINY.read_text()}init_from: /shared/model\n# password=CANARY\n")
-    with pytest.raises(ConfigError, match="has a secret") as error:
-        plan("train", str(path))
-    assert "CANARY" not in str(error.value)
+    assert_refused("has a secret", "train", str(path))
 
 
 def test_a_secret_in_the_config_is_refused(tmp_path: Path) -> None:
@@ -110,9 +112,7 @@ def test_a_secret_in_the_config_is_refused(tmp_path: Path) -> None:
         "enabled: false", "enabled: true\n  uri: postgresql://u:CANARY@h/d"
     )
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"tracking\.uri=.*a secret in the config") as error:
-        plan("train", str(tmp_path / "run.yaml"))
-    assert "CANARY" not in str(error.value)
+    assert_refused(r"tracking\.uri=.*a secret in the config", "train", str(tmp_path / "run.yaml"))
     replaced = plan("train", str(tmp_path / "run.yaml"), "tracking.uri=sqlite:///mlflow.db")
     assert "CANARY" not in replaced.config, "only the resolved config is sent"
 
@@ -192,9 +192,8 @@ def details(status: JobStatus, code: int | None = None, message: str = "") -> Jo
 @pytest.mark.fault_row(43)
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_missing_or_wrong_token_is_a_config_error(status: int) -> None:
-    with api(status) as url, pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH") as error:
+    with api(status) as url, pytest.raises(ConfigError, match=f"{url} .*RAY_AUTH_TOKEN_PATH"):
         connect(url)
-    assert url in str(error.value)
 
 
 @pytest.mark.fault_row(43)

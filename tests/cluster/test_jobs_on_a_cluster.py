@@ -5,15 +5,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import num_lines, wait_until
-from tests.support.gloo_ranks import RankGroups
+from tests.support.commands import num_lines, output_of, wait_until
 from tests.support.nodes import JobsHead
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, saved_last_step
 from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.cluster
@@ -27,14 +26,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsHead]:
     head = JobsHead(tmp_path_factory.mktemp("head"))
     with head.running():
         yield head
-
-
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, without interruption and without Ray."""
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *LONG)) == [0, 0]
-    return run
 
 
 def submission(root: Path, *options: object) -> tuple[object, ...]:
@@ -57,7 +48,7 @@ def final_hashes(run: Path) -> dict[str, str]:
 
 @pytest.mark.fault_row(5, 35)
 def test_follow_detach_stop_and_resume_to_the_result_of_an_undisturbed_run(
-    head: JobsHead, dataset: Path, straight: Path, tmp_path: Path
+    head: JobsHead, dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "runs/a"
     command = training(dataset, *LONG)
@@ -83,9 +74,7 @@ def test_follow_detach_stop_and_resume_to_the_result_of_an_undisturbed_run(
     code, output = head.txl("logs", "--follow", job_id)
     assert code == 75, output
     assert json.loads(head.txl("status", "--json", job_id)[1])["exit_code"] == 75
-    stopped_at = max(losses(run))
-    assert 50 < stopped_at < NUM_STEPS
-    assert (run / f"checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+    assert 50 < saved_last_step(run) < NUM_STEPS
     code, log = head.txl("logs", job_id)
     assert "stopping after this step, then saving" in log
 
@@ -93,8 +82,8 @@ def test_follow_detach_stop_and_resume_to_the_result_of_an_undisturbed_run(
     assert code == 0, output
     assert "resuming at step" in output
     assert "done: runs/a" in output
-    assert losses(run) == losses(straight)
-    assert final_hashes(run) == final_hashes(straight)
+    assert losses(run) == losses(straight(*LONG))
+    assert final_hashes(run) == final_hashes(straight(*LONG))
 
     code, output = head.txl("list", "--json")
     states = [job["state"] for job in json.loads(output)["jobs"]]
@@ -116,14 +105,13 @@ def test_failures_come_back_with_exit_code_and_the_log_of_the_rank(
     beat = tmp_path / "runs/a/.heartbeats/rank-0.json"
     wait_until(beat.exists, timeout_seconds=180)
     os.kill(Heartbeat.model_validate_json(beat.read_bytes()).pid, signal.SIGKILL)
-    output, _ = follower.communicate(timeout=120)
-    assert follower.returncode == 1, output
+    output = output_of(follower, 1, timeout_seconds=120)
     assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\).* died", output)
     assert "Logs of all ranks: runs/a/logs" in output
 
 
 def test_prepare_and_evaluate_as_jobs(
-    head: JobsHead, dataset: Path, straight: Path, tmp_path: Path
+    head: JobsHead, dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     (tmp_path / "books").mkdir()
     (tmp_path / "books/a.txt").write_text("It was a dark and stormy night.\n" * 100)
@@ -131,7 +119,7 @@ def test_prepare_and_evaluate_as_jobs(
     code, output = head.txl(*submit, "prepare", "books", "--out", "data/books", "--workers", 2)
     assert code == 0, output
     assert (tmp_path / "data/books/manifest.json").exists()
-    code, output = head.txl(*submit, "eval", straight, dataset, "--json", "--workers", 2)
+    code, output = head.txl(*submit, "eval", straight(*LONG), dataset, "--json", "--workers", 2)
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith('{"')]
     assert json.loads(line)["tokens_scored"] > 0
@@ -156,7 +144,7 @@ def test_without_the_right_token_nothing_is_submitted(head: JobsHead, tmp_path: 
 
 @pytest.mark.fault_row(4)
 def test_after_the_head_died_the_same_command_resumes(
-    dataset: Path, straight: Path, tmp_path: Path
+    dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "runs/a"
     submit = submission(tmp_path, "--follow")
@@ -174,5 +162,5 @@ def test_after_the_head_died_the_same_command_resumes(
         code, output = head.txl(*submit, *command)
     assert code == 0, output
     assert "resuming at step" in output
-    assert losses(run) == losses(straight)
-    assert final_hashes(run) == final_hashes(straight)
+    assert losses(run) == losses(straight(*LONG))
+    assert final_hashes(run) == final_hashes(straight(*LONG))

@@ -11,15 +11,8 @@ import ray
 
 from cluster import nodes as module
 from cluster.connection import HEAD_SECONDS
-from cluster.nodes import (
-    INTERFACE_VARIABLES,
-    ClusterMonitor,
-    ClusterState,
-    choose_resource,
-    interface_of,
-    num_threads,
-    use_interface_of,
-)
+from cluster.nodes import ClusterMonitor, ClusterState, choose_resource
+from cluster.rank_group import INTERFACE_VARIABLES, interface_of, num_threads, use_interface_of
 from txl_dist.errors import ConfigError
 
 

@@ -2,13 +2,13 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.commands import num_lines, run_txl, start_txl, wait_until
-from tests.support.gloo_ranks import RankGroups
 from tests.support.hosts import Link, outputs_of, settings, torchrun_on, two_hosts
 from tests.support.nodes import ray_node, token_environment
 from tests.support.training_runs import (
@@ -17,8 +17,6 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     metrics,
-    tiny_spec,
-    train,
 )
 
 pytestmark = pytest.mark.cluster
@@ -30,33 +28,23 @@ SAT_OUT_SECONDS = 120.0
 """After a cut, TCP sends again at intervals that have doubled since its start, at most this."""
 
 
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of LONG, without interruption, on one host."""
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_spec(dataset, run, NO_EVALUATION, *LONG)) == [0, 0]
-    return run
-
-
 @pytest.mark.parametrize("stage", ["1", "3-all-spread"])
 def test_two_hosts_train_as_one(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path, stage: str
 ) -> None:
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_spec(dataset, straight, NO_EVALUATION, *ZERO[stage])) == [0, 0]
+    run = tmp_path / "run"
     with two_hosts() as hosts, torchrun_on(hosts, *settings(dataset, run, *ZERO[stage])) as agents:
         outputs = outputs_of(agents, timeout_seconds=120)
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(NO_EVALUATION, *ZERO[stage]))
 
 
 @pytest.mark.parametrize("stage", ["1", "3-all-spread"])
 def test_a_slow_link_that_loses_packets_changes_nothing_also_with_an_evaluation_meanwhile(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path, stage: str
 ) -> None:
-    straight, run = tmp_path / "straight", tmp_path / "run"
+    run = tmp_path / "run"
     long = ("training.num_steps=120", "training.keep_checkpoints=100", *ZERO[stage])
-    assert ranks(2).run(train, tiny_spec(dataset, straight, NO_EVALUATION, *long)) == [0, 0]
     checkpoint = run / "checkpoints" / "step-00000005"
     with (
         two_hosts(link=Link(delay_seconds=0.005, loss=0.01)) as hosts,
@@ -69,7 +57,7 @@ def test_a_slow_link_that_loses_packets_changes_nothing_also_with_an_evaluation_
         assert [agent.poll() for agent in agents] == [None, None]
         outputs = outputs_of(agents, timeout_seconds=120)
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(NO_EVALUATION, *long))
     assert score(checkpoint, dataset) == meanwhile
 
 
@@ -85,7 +73,7 @@ def score(checkpoint: Path, dataset: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cut_seconds", [5.0, CUT_SECONDS])
 def test_a_partition_shorter_than_the_time_limit_ends_without_a_restart(
-    straight: Path, dataset: Path, tmp_path: Path, cut_seconds: float
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path, cut_seconds: float
 ) -> None:
     run = tmp_path / "run"
     words = settings(dataset, run, *LONG, "training.rank_timeout_seconds=300")
@@ -97,12 +85,12 @@ def test_a_partition_shorter_than_the_time_limit_ends_without_a_restart(
         assert lines < NUM_STEPS  # the cut was during training
         outputs = outputs_of(agents, timeout_seconds=SAT_OUT_SECONDS + 60)
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(NO_EVALUATION, *LONG))
     assert metrics(run)[-1]["lost_steps"] == 0
 
 
 def test_a_partition_longer_than_the_limit_ends_the_run_and_the_same_command_resumes(
-    straight: Path, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     words = settings(dataset, run, *LONG, "training.rank_timeout_seconds=15")
@@ -117,14 +105,14 @@ def test_a_partition_longer_than_the_limit_ends_the_run_and_the_same_command_res
         with torchrun_on(hosts, *words) as agents:
             outputs = outputs_of(agents, timeout_seconds=120)
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(NO_EVALUATION, *LONG))
     last = metrics(run)[-1]
     assert last["restarts"] == 1
     assert last["lost_steps"] <= 5  # the interval of checkpoints
 
 
 def test_a_host_that_is_cut_off_under_ray_is_replaced_when_it_is_back(
-    straight: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By default Ray needs more than a minute to find out that a host is gone.
     for name, value in (("period_ms", 1000), ("timeout_ms", 2000), ("failure_threshold", 3)):
@@ -153,4 +141,4 @@ def test_a_host_that_is_cut_off_under_ray_is_replaced_when_it_is_back(
             output, _ = training.communicate(timeout=180)
     assert training.returncode == 0, output
     assert "restart" in output
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(NO_EVALUATION, *LONG))

@@ -25,7 +25,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model to evaluate."""
     return export_small_model(tmp_path_factory.mktemp("model") / "small", dataset)
 
 

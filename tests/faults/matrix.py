@@ -13,7 +13,6 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -87,40 +86,23 @@ REMARKS = {
 """Row -> what its tests do not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowTest:
-    """A test function and its rows."""
-
-    path: Path
-    """Relative to the directory of the tests."""
-    name: str
-    rows: tuple[int, ...]
-
-    @property
-    def node_id(self) -> str:
-        return f"tests/{self.path.as_posix()}::{self.name}"
+Test = tuple[Path, str]
+"""Path below the directory of the tests, and name of the function."""
 
 
-def find_tests() -> list[RowTest]:
-    """All tests with the marker, in the order of their files."""
-    found = []
+def find_tests() -> dict[int, list[Test]]:
+    """By row, all tests with its marker, in the order of their files."""
+    found: dict[int, list[Test]] = {row: [] for row in range(1, NUM_ROWS + 1)}
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
         if "fault_row" not in text:
             continue
         for function in ast.parse(text).body:
-            if isinstance(function, ast.FunctionDef) and (rows := _rows_of(function)):
-                found.append(RowTest(path.relative_to(TESTS), function.name, rows))
+            for decorator in getattr(function, "decorator_list", ()):
+                if ast.unparse(getattr(decorator, "func", decorator)).endswith(".fault_row"):
+                    for row in decorator.args:
+                        found[row.value].append((path.relative_to(TESTS), function.name))
     return found
-
-
-def _rows_of(function: ast.FunctionDef) -> tuple[int, ...]:
-    return tuple(
-        ast.literal_eval(argument)
-        for decorator in function.decorator_list
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(".fault_row")
-        for argument in decorator.args
-    )
 
 
 def status_of(row: int, num_tests: int, outcomes: Counter[str] | None = None) -> Status:
@@ -141,10 +123,8 @@ def remark_on(row: int) -> str:
 
 
 def page() -> str:
-    """The text of docs/faults.md."""
     tests = find_tests()
-    rows = range(1, NUM_ROWS + 1)
-    counts = Counter(status_of(row, _num_tests(row, tests)) for row in rows)
+    counts = Counter(status_of(row, len(tests[row])) for row in tests)
     lines = [
         "# Faults",
         "",
@@ -164,21 +144,15 @@ def page() -> str:
         "| # | fault | status | tests |",
         "|--|--|--|--|",
     ]
-    for row in rows:
-        status, remark = status_of(row, _num_tests(row, tests)), remark_on(row)
-        links = [_link(test) for test in tests if row in test.rows]
+    for row, of_row in tests.items():
+        status, remark = status_of(row, len(of_row)), remark_on(row)
+        links = [
+            f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{path.as_posix()})"
+            for path, name in of_row
+        ]
         cell = f"{status}: {remark}" if remark else status
         lines.append(f"| {row} | {FAULTS[row - 1]} | {cell} | {'; '.join(links)} |")
     return "\n".join(lines) + "\n"
-
-
-def _num_tests(row: int, tests: list[RowTest]) -> int:
-    return sum(row in test.rows for test in tests)
-
-
-def _link(test: RowTest) -> str:
-    title = test.name.removeprefix("test_").replace("_", " ")
-    return f"[{title}](../tests/{test.path.as_posix()})"
 
 
 class ResultCollector:
@@ -195,12 +169,11 @@ class ResultCollector:
 
 def print_table(outcomes: Mapping[str, Counter[str]] | None = None) -> None:
     """One line per row; with `outcomes`, how many of its tests passed, failed and were skipped."""
-    tests = find_tests()
-    for row in range(1, NUM_ROWS + 1):
-        of_row, total = [test for test in tests if row in test.rows], None
-        result = f"{len(of_row)} tests"
+    for row, of_row in find_tests().items():
+        result, total = f"{len(of_row)} tests", None
         if outcomes is not None:
-            total = sum((outcomes.get(test.node_id, Counter()) for test in of_row), Counter())
+            nodes = (f"tests/{path.as_posix()}::{name}" for path, name in of_row)
+            total = sum((outcomes.get(node, Counter()) for node in nodes), Counter())
             result = ", ".join(f"{n} {outcome}" for outcome, n in total.items()) or "not run"
         status = status_of(row, len(of_row), total)
         print(f"{row:>2}  {FAULTS[row - 1]:<58} {status:<14} {result}")
@@ -209,7 +182,6 @@ def print_table(outcomes: Mapping[str, Counter[str]] | None = None) -> None:
 
 
 def main() -> int:
-    """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write docs/faults.md")
     parser.add_argument("--run", action="store_true", help="run the tests; other words to pytest")

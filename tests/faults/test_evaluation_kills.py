@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import num_lines, start_txl, txl, wait_until
+from tests.support.commands import num_lines, output_of, start_txl, txl, wait_until
 from tests.support.nodes import ray_node, token_environment
 
 pytestmark = pytest.mark.fault
@@ -26,12 +26,10 @@ def words(model: Path, dataset: Path, scores: Path, *others: object) -> tuple[ob
 
 
 def finished(scores: Path) -> int:
-    """Finished batches in the files of a directory."""
     return sum(num_lines(path) - 1 for path in scores.glob("*.jsonl"))
 
 
 def workers_of(pid: int, on: str) -> list[psutil.Process]:
-    """The workers below a process."""
     sign = {"processes": "spawn_main", "ray": "ray::Worker"}[on]
     try:
         below = psutil.Process(pid).children(recursive=True)
@@ -64,8 +62,7 @@ def test_a_killed_evaluation_is_resumed_with_the_same_result(
     process.kill()
     process.communicate(timeout=30)
     num_finished = finished(tmp_path)
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+    assert not psutil.wait_procs(children, timeout=10)[1]
     ended = txl(*command, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert f"resuming: {num_finished} of " in ended.stderr
@@ -86,8 +83,7 @@ def test_the_batches_of_killed_workers_are_scored_by_others(
         num_batches = finished(tmp_path) + 2
         wait_until(lambda: finished(tmp_path) > num_batches)  # noqa: B023
         victim.kill()
-    output, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, output
+    output = output_of(process, 0, timeout_seconds=150)
     assert nats(output) == expected
     assert "raylet" not in output
     if on == "ray":
@@ -105,14 +101,12 @@ def test_a_stopped_evaluation_leaves_no_worker_and_says_how_to_continue(
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 2
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 75, output
+    output = output_of(process, 75, timeout_seconds=30)
     assert "Traceback" not in output
     last = output.splitlines()[-1]
     assert last.startswith("stopped on request"), output
     assert f"{tmp_path}: run the same command with --resume" in last
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+    assert not psutil.wait_procs(children, timeout=10)[1]
     assert nats(txl(*command, "--resume").stdout) == expected
 
 
@@ -129,8 +123,7 @@ def test_a_batch_that_kills_its_workers_is_named(
         return process.poll() is not None
 
     wait_until(has_ended)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 1, output
+    output = output_of(process, 1, timeout_seconds=30)
     last = output.splitlines()[-1]
     assert last.startswith("TxlError: the worker for chunks "), output
     assert "died by SIGKILL, and so did a second one" in last
@@ -199,8 +192,7 @@ def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
         worker.resume()
         for process, scores_of in ((second, scores[1]), (first, scores[0])):
             process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=SOON_SECONDS)
-            assert process.returncode == 75, output
+            output = output_of(process, 75, timeout_seconds=SOON_SECONDS)
             assert f"{scores_of}: run the same command with --resume" in output
         wait_until(lambda: not workers_of(head.process.pid, "ray"), timeout_seconds=10)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import start_txl, txl, wait_until
+from tests.support.commands import output_of, start_txl, txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, train_words
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.tensors import verify_checkpoint
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.fault
 
 
 def fill(disk: Path) -> None:
-    """Leave no byte free."""
     with (disk / "filler").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
 
@@ -34,8 +33,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_4_and_keeps_what_was_saved(
     wait_until((run / "LATEST").exists)
     fill(small_disk)
     assert shutil.disk_usage(small_disk).free == 0
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 4, output
+    output = output_of(process, 4, timeout_seconds=120)
     assert "CheckpointError" in output
     assert re.search(r"rank \d: OSError: .*No space left on device", output)
     assert str(run / "checkpoints") in output

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import children_of, num_lines, start_txl, wait_until
+from tests.support.commands import children_of, num_lines, output_of, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
@@ -51,8 +51,7 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
     stopped = children_of(process.pid)[1]
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
+    output = output_of(process, 1, timeout_seconds=120)
     assert time.monotonic() - began < LIMIT_OF_PROCESSES_SECONDS + 30
     assert "rank 1 hung and was killed" in output
     assert f"rank 0 waited {LIMIT}" in output
@@ -75,8 +74,7 @@ def test_a_rank_that_hangs_while_the_engine_is_built_ends_the_run(
     """DeepSpeed creates process groups there, with a time limit of 30 minutes by default."""
     words = train_words(dataset, tmp_path, *SETTINGS)
     process = start_txl(*words, environment={"TXL_FAULT": "engine:stop:1:1"})
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
+    output = output_of(process, 1, timeout_seconds=120)
     assert "rank 1 hung and was killed" in output
     assert re.search(r"rank 0 waited .* for the other ranks in \w+ \(start-up\)", output), output
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from tests.support.commands import (
     children_of,
     is_alive,
     num_lines,
+    output_of,
     start_txl,
     txl,
     wait_until,
 )
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import losses, metrics, train_words, trained
+from tests.support.training_runs import losses, metrics, saved_last_step, train_words
 from tests.txl_dist.tracking.conftest import run_id_of, status_of, tags_of
 from txl_dist.tracking.tracker import TrackingState
 
@@ -31,12 +32,6 @@ SETTINGS = (
     "evaluation.max_tokens=500",
     "model.dropout=0.1",
 )
-
-
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted run."""
-    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS)
 
 
 def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
@@ -64,19 +59,19 @@ def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_losses_after_a_sigkill_are_those_of_an_uninterrupted_run(
-    dataset: Path, straight: Path, tmp_path: Path, victim: str
+    dataset: Path, straight: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
     kill_and_resume(dataset, tmp_path, victim=victim)
-    assert losses(tmp_path) == losses(straight)
+    assert losses(tmp_path) == losses(straight(*SETTINGS))
     evaluations = [line for line in metrics(tmp_path) if "valid/loss" in line]
-    expected = [line for line in metrics(straight) if "valid/loss" in line]
+    expected = [line for line in metrics(straight(*SETTINGS)) if "valid/loss" in line]
     assert [e["valid/loss"] for e in evaluations] == [e["valid/loss"] for e in expected]
 
 
 @pytest.mark.fault_row(5)
 @pytest.mark.fault
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
-    dataset: Path, straight: Path, tmp_path: Path
+    dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     tracking = ("tracking.enabled=true", "tracking.experiment=tests")
@@ -84,16 +79,14 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
     process = start_txl(*words)
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 20)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    stopped_at = metrics(run)[-1]["step"]
-    assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    output_of(process, 75, timeout_seconds=60)
+    stopped_at = saved_last_step(run)
     wait_until(lambda: _mlflow_status(run) == ("KILLED", "preempted"), poll_seconds=0.25)
 
     finished = txl(*words)
     assert finished.returncode == 0, finished.stderr
     assert f"resuming at step {stopped_at}" in finished.stdout
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*SETTINGS))
     wait_until(lambda: _mlflow_status(run) == ("FINISHED", "finished"), poll_seconds=0.25)
 
 

@@ -14,8 +14,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_row_has_a_test_or_a_reason() -> None:
-    rows = {row for test in find_tests() for row in test.rows}
-    assert rows <= set(range(1, NUM_ROWS + 1))
+    rows = {row for row, tests in find_tests().items() if tests}
     assert len(re.findall(r"^\| \d+ \|", page(), flags=re.MULTILINE)) == NUM_ROWS
     assert set(range(1, NUM_ROWS + 1)) - rows - NOT_APPLICABLE.keys() == set()
 

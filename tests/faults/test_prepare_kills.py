@@ -17,7 +17,7 @@ import pytest
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.system.workers import ProcessWorkers
 from tests.data_pipeline.preparation.preparing import files_of
-from tests.support.commands import children_of, is_alive, start_txl, txl, wait_until
+from tests.support.commands import children_of, is_alive, output_of, start_txl, txl, wait_until
 from tests.support.failing_units import die, die_at_first, refuse
 
 OPTIONS = ("--shuffle", 1, "--split", "valid=0.1", "--shard-size", 1, "--workers", 2, "--json")
@@ -129,8 +129,7 @@ def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     wait_until(lambda: finished_units(out) > 3)
     children = all_children(process.pid)
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 75, output
+    output = output_of(process, 75, timeout_seconds=20)
     assert "run the same command to continue" in output
     assert "Traceback" not in output
     wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -12,9 +13,8 @@ import psutil
 import pytest
 
 from tests.support.commands import ENVIRONMENT, num_lines, start_txl, txl, wait_until
-from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import RayNode, ray_node, token_environment
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, train_words, trained
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, train_words
 from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.fault
@@ -95,7 +95,7 @@ def node_of(pid: int | None) -> str:
 
 @pytest.mark.fault_row(5)
 def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
     run, settings = tmp_path / "run", (*SLOW, "training.num_steps=300")
     with (
@@ -127,13 +127,12 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
     assert "summary | 0 restarts, 0 steps lost | goodput " in text
     assert {line["lost_steps"] for line in metrics(run)} == {0}
     assert "Traceback" not in text
-    straight = trained(ranks, dataset, tmp_path / "straight", *settings, num_ranks=1)
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*settings, num_ranks=1))
 
 
 @pytest.mark.fault_row(3, 27)
 def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     with (
@@ -164,17 +163,15 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
 
     last_step = max(losses(run))
     assert [line["restarts"] for line in metrics(run)][-1] == 1, "growing is no failure"
-    straight = trained(
-        ranks, dataset, tmp_path / "straight", *SLOW, f"training.num_steps={last_step}"
-    )
-    assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)
+    expected = losses(straight(*SLOW, f"training.num_steps={last_step}"))
+    assert losses(run) == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.fault_row(4)
 def test_after_a_restart_of_the_head_the_same_command_resumes(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
-    straight, run = trained(ranks, dataset, tmp_path / "straight", *LONG), tmp_path / "run"
+    run = tmp_path / "run"
 
     def start(head: RayNode) -> Command:
         return Command(tmp_path, *train_words(dataset, run, *LONG, on=head.address))
@@ -195,14 +192,14 @@ def test_after_a_restart_of_the_head_the_same_command_resumes(
     assert metrics(run)[-1]["restarts"] == 1
     assert metrics(run)[-1]["lost_steps"] == lost
     assert metrics(run)[-1]["goodput"] < 1
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*LONG))
 
 
 @pytest.mark.fault_row(3)
 def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
-    straight, run = trained(ranks, dataset, tmp_path / "straight", *LONG), tmp_path / "run"
+    run = tmp_path / "run"
     with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
         words = train_words(dataset, run, *LONG, on=head.address)
         process = start_txl(*words, environment=token_environment(tmp_path))
@@ -229,7 +226,7 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     assert len(other_lines) < 30, output
     assert "Traceback" not in output
     assert "raylet" in (run / "logs" / "ray.log").read_text().lower()
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*LONG))
 
 
 @pytest.mark.fault_row(37)

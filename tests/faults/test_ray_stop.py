@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.faults.test_evaluation_kills import words
-from tests.support.commands import num_lines, start_txl, wait_until
+from tests.support.commands import num_lines, output_of, start_txl, wait_until
 from tests.support.nodes import ray_node, token_environment
 from tests.support.training_runs import NO_EVALUATION, train_words
 
@@ -20,7 +20,6 @@ SOON_SECONDS = 20  # generous: seconds where the machine is quiet
 
 
 def has_child(pid: int, word: str) -> bool:
-    """Whether a process of that command runs below `pid`."""
     try:
         children = psutil.Process(pid).children(recursive=True)
         return any(word in " ".join(child.cmdline()) for child in children)
@@ -33,12 +32,10 @@ def stop(process: subprocess.Popen[str], number: int, *, group: bool = False) ->
     children = psutil.Process(process.pid).children(recursive=True)
     began = time.monotonic()
     (os.killpg if group else os.kill)(process.pid, number)
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 75, output
+    output = output_of(process, 75, timeout_seconds=90)
     assert time.monotonic() - began < SOON_SECONDS
     assert "Traceback" not in output
-    _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
-    assert not alive
+    assert not psutil.wait_procs(children, timeout=SOON_SECONDS)[1]
     return output
 
 
@@ -120,7 +117,6 @@ def test_a_run_without_resources_ends_after_the_time_limit_with_the_reason(
     address, environment = one_cpu
     limit = "ray.start_timeout_seconds=25"
     process = start_txl(*train_words(dataset, tmp_path, limit, on=address), environment=environment)
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 1, output
+    output = output_of(process, 1, timeout_seconds=90)
     assert "the ranks did not start within 25 s (ray.start_timeout_seconds)" in output
     assert "CPUs: 2 ranks need one each" in output.splitlines()[-1]

@@ -53,12 +53,11 @@ def train_on_a_failing_disk(world: World, spec: TrainSpec, num_failures: int) ->
 
 @pytest.mark.fault_row(50)
 def test_a_read_that_fails_twice_is_repeated_and_changes_nothing(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    ranks: RankGroups, straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path / "straight", *SHORT)) == [0]
-    spec = tiny_spec(dataset, tmp_path / "run", *SHORT)
+    spec = tiny_spec(dataset, tmp_path, *SHORT)
     assert ranks(1).run(train_on_a_failing_disk, spec, 2) == [(0, 2)]
-    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert losses(tmp_path) == losses(straight(*SHORT, num_ranks=1))
 
 
 @pytest.mark.fault_row(50)

@@ -4,14 +4,14 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.commands import children_of, num_lines, start_txl, wait_until
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, train_words, trained
+from tests.support.commands import children_of, num_lines, output_of, start_txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, losses, train_words
 from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.fault
@@ -31,22 +31,15 @@ def kill_one(process: subprocess.Popen[str], run: Path, *, at_line: int, number:
     os.kill(children_of(process.pid)[1], number)
 
 
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted run."""
-    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS)
-
-
 @pytest.mark.fault_row(1, 7)
 def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
-    dataset: Path, straight: Path, tmp_path: Path
+    dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Two failures and a limit of one: the checkpoints between them reset the count."""
     process = start_txl(*train_words(dataset, tmp_path, *SETTINGS, *ONE_RESTART))
     kill_one(process, tmp_path, at_line=50, number=signal.SIGKILL)
     kill_one(process, tmp_path, at_line=120, number=signal.SIGSTOP)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    output = output_of(process, 0, timeout_seconds=120)
     restarts = re.findall(
         r"^(rank .*); restart (\d) of at most 1 .*, from step (\d+)$", output, re.M
     )
@@ -56,13 +49,13 @@ def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
     ]
     assert [step for *_, step in restarts] == re.findall(r"resuming at step (\d+) from", output)
     assert "Traceback" not in output, "a lost rank is one line"
-    assert losses(tmp_path) == losses(straight)
+    assert losses(tmp_path) == losses(straight(*SETTINGS))
     assert not list(tmp_path.glob(".launch-*"))
 
 
 @pytest.mark.fault_row(1)
 def test_a_checkpoint_that_has_all_files_is_completed_although_a_rank_was_killed(
-    dataset: Path, straight: Path, tmp_path: Path
+    dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     """In every start: rank 1 is killed 3 steps after the second save, which rank 0 delays.
 
@@ -71,18 +64,17 @@ def test_a_checkpoint_that_has_all_files_is_completed_although_a_rank_was_killed
     fault = "save/manifest:sleep=3:2,step:sleep=1:42:1,step:kill:43:1"
     words = train_words(dataset, tmp_path, *SETTINGS, *ONE_RESTART)
     process = start_txl(*words, environment={"TXL_FAULT": fault})
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    output = output_of(process, 0, timeout_seconds=240)
     assert re.findall(r"restart \d of at most 1 .*, from step (\d+)$", output, re.M) == [
         "40", "80", "120", "160",
     ]  # fmt: skip
-    assert losses(tmp_path) == losses(straight)
+    assert losses(tmp_path) == losses(straight(*SETTINGS))
 
 
 @pytest.mark.fault_row(7)
 @pytest.mark.parametrize("launcher", ["processes", "ray"])
 def test_the_only_rank_of_a_run_is_restarted_when_it_hangs(
-    dataset: Path, straight: Path, tmp_path: Path, launcher: str
+    dataset: Path, straight: Callable[..., Path], tmp_path: Path, launcher: str
 ) -> None:
     """No other rank waits for it."""
     words = train_words(dataset, tmp_path, *SETTINGS, *ONE_RESTART, on=launcher, num_ranks=1)
@@ -90,9 +82,8 @@ def test_the_only_rank_of_a_run_is_restarted_when_it_hangs(
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 50)
     beat = Heartbeat.model_validate_json((tmp_path / ".heartbeats" / "rank-0.json").read_bytes())
     os.kill(beat.pid, signal.SIGSTOP)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    output = output_of(process, 0, timeout_seconds=240)
     assert re.search(r"no rank has responded for \d+ s .*; last seen: rank 0 \(host", output)
     assert re.search(r"rank 0 .*hung and was killed; restart 1 of at most 1", output)
-    assert losses(tmp_path) == pytest.approx(losses(straight), rel=2e-6)
+    assert losses(tmp_path) == pytest.approx(losses(straight(*SETTINGS)), rel=2e-6)
     assert not psutil.pid_exists(beat.pid)

@@ -2,14 +2,14 @@
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.commands import is_alive, num_lines, start_txl, wait_until
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, trained
+from tests.support.commands import is_alive, num_lines, output_of, start_txl, wait_until
+from tests.support.training_runs import NO_EVALUATION
 from tests.txl_dist.training.test_score_checkpoints import scores
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
@@ -26,30 +26,17 @@ SETTINGS = (
 SOON_SECONDS = 20
 
 
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that scores on its ranks, undisturbed."""
-    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def unscored(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(ranks, dataset, tmp_path_factory.mktemp("unscored"), *SETTINGS, NO_EVALUATION)
-
-
 @pytest.fixture
-def run(unscored: Path, tmp_path: Path) -> Path:
+def run(straight: Callable[..., Path], tmp_path: Path) -> Path:
     """A finished run whose three checkpoints wait for a score."""
-    return Path(shutil.copytree(unscored, tmp_path / "run"))
+    return Path(shutil.copytree(straight(*SETTINGS, NO_EVALUATION), tmp_path / "run"))
 
 
 def finish(run: Path, on: str = "processes", fault: str = "") -> str:
     """Watch to the end; the output."""
     words = ("eval", "--watch", run, "--on", on)
     process = start_txl(*words, environment={FAULT_VARIABLE: fault} if fault else {})
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
+    return output_of(process, 0, timeout_seconds=240)
 
 
 def assert_same(run: Path, expected: Path) -> None:
@@ -61,11 +48,11 @@ def assert_same(run: Path, expected: Path) -> None:
 @pytest.mark.fault_row(49)
 @pytest.mark.parametrize("on", ["processes", "ray"])
 def test_the_scores_of_killed_workers_are_those_of_an_uninterrupted_run(
-    straight: Path, run: Path, on: str
+    straight: Callable[..., Path], run: Path, on: str
 ) -> None:
     # Every worker is killed at its third batch, so each score needs several of them.
     finish(run, on, fault="score:kill:3")
-    assert_same(run, straight)
+    assert_same(run, straight(*SETTINGS))
 
 
 @pytest.mark.fault_row(49)
@@ -80,7 +67,7 @@ def test_workers_that_always_die_leave_checkpoints_without_a_score(run: Path) ->
 @pytest.mark.fault_row(5, 41)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_the_next_start_computes_scores_that_a_stop_or_kill_prevented(
-    straight: Path, run: Path, number: signal.Signals
+    straight: Callable[..., Path], run: Path, number: signal.Signals
 ) -> None:
     environment = {FAULT_VARIABLE: "score:sleep=60:2"}
     process = start_txl("eval", "--watch", run, environment=environment)
@@ -92,4 +79,4 @@ def test_the_next_start_computes_scores_that_a_stop_or_kill_prevented(
     assert process.returncode == (75 if number == signal.SIGTERM else -number)
     assert not scores(run)
     finish(run)
-    assert_same(run, straight)
+    assert_same(run, straight(*SETTINGS))

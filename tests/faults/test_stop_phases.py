@@ -22,6 +22,7 @@ from tests.support.cloud_runs import aws, in_cloud  # noqa: F401 - aws is a fixt
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,
+    output_of,
     start_torchrun,
     start_txl,
     txl,
@@ -34,7 +35,6 @@ from tests.support.training_runs import (
     tiny_spec,
     train,
     train_words,
-    trained,
 )
 from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -93,7 +93,6 @@ OTHER_SETTINGS = ("replay", "upload")
 
 
 def run_blocked(phase: str, spec_path: str, marker: str) -> None:
-    """The process of a rank that blocks in `phase`."""
     _, owner, name, when = PHASES[phase]
     block_before(owner, name, Path(marker), when=when)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -125,16 +124,10 @@ def stop_in(phase: str, spec: TrainSpec, directory: Path) -> str:
     return output + (spec.run_path / "logs" / "rank-0.log").read_text()
 
 
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted run."""
-    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS, num_ranks=1)
-
-
 @pytest.mark.fault_row(5)
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in OTHER_SETTINGS])
 def test_a_request_ends_the_phase_and_the_next_start_resumes(
-    phase: str, ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path
+    phase: str, ranks: RankGroups, dataset: Path, straight: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     spec = tiny_spec(dataset, run, *SETTINGS)
@@ -149,7 +142,7 @@ def test_a_request_ends_the_phase_and_the_next_start_resumes(
         assert f"training.grace_seconds={GRACE_SECONDS:g}" in output
     assert CheckpointDirectory(run).steps() == [6]
     assert ranks(1).run(train, spec) == [0]
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*SETTINGS, num_ranks=1))
 
 
 @pytest.mark.fault_row(5)
@@ -173,7 +166,7 @@ def test_a_request_ends_a_replay_and_the_next_start_repeats_it(
 def test_a_request_ends_an_upload_and_the_next_start_repeats_it(
     ranks: RankGroups,
     dataset: Path,
-    straight: Path,
+    straight: Callable[..., Path],
     tmp_path: Path,
     aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
@@ -191,7 +184,7 @@ def test_a_request_ends_an_upload_and_the_next_start_repeats_it(
     assert not copies()
     assert ranks(1).run(in_cloud, aws, train, spec) == [0]
     assert copies()
-    assert losses(spec.run_path) == losses(straight)
+    assert losses(spec.run_path) == losses(straight(*SETTINGS, num_ranks=1))
 
 
 def train_some(world: World, spec: TrainSpec, *, num_steps: int) -> int:
@@ -247,8 +240,7 @@ def test_ranks_that_cannot_react_are_killed_after_the_grace_period(
         os.kill(rank, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    output = output_of(process, 75, timeout_seconds=60)
     assert time.monotonic() - began < SOON_SECONDS
     assert "stopped on request, before all ranks had saved" in output
     finished = txl(*words)

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from tests.support.commands import (
     children_of,
     is_alive,
     num_lines,
+    output_of,
     start_torchrun,
     start_txl,
     txl,
     wait_until,
 )
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, train_words, trained
+from tests.support.training_runs import NO_EVALUATION, losses, saved_last_step, train_words
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.tensors import verify_checkpoint
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
@@ -43,8 +44,7 @@ START_UP_LIMIT_SECONDS = 15.0
 
 
 def assert_saved_where_it_stopped(run: Path) -> None:
-    last = metrics(run)[-1]["step"]
-    assert (run / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
+    saved_last_step(run)
     assert "Error" not in (run / "logs" / "rank-0.log").read_text()
 
 
@@ -59,8 +59,7 @@ def test_a_signal_to_every_process_of_a_spec_is_one_request(
     for _ in range(2):
         for pid in (process.pid, *children_of(process.pid)):
             os.kill(pid, number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    output = output_of(process, 75, timeout_seconds=60)
     # Not what the launcher says when it passes the request on: the ranks may have ended before.
     assert "stopped on request after step" in output
     assert_saved_where_it_stopped(tmp_path)
@@ -96,8 +95,7 @@ def test_a_signal_to_one_rank_under_ray_is_a_request(dataset: Path, tmp_path: Pa
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=180)
     beat = Heartbeat.model_validate_json((tmp_path / ".heartbeats" / "rank-1.json").read_bytes())
     os.kill(beat.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    output_of(process, 75, timeout_seconds=60)
     assert_saved_where_it_stopped(tmp_path)
 
 
@@ -113,8 +111,7 @@ def test_a_second_request_long_after_the_first_ends_the_run_immediately(
     process.send_signal(signal.SIGINT)
     time.sleep(4)  # longer than what counts as a copy of the same request
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 75, output
+    output_of(process, 75, timeout_seconds=30)
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
@@ -141,8 +138,7 @@ def test_a_request_in_start_up_ends_within_seconds(
     ranks = children_of(process.pid)
     os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGTERM)
     began = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    output = output_of(process, 75, timeout_seconds=60)
     assert time.monotonic() - began < START_UP_LIMIT_SECONDS
     assert "restart" not in output
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=10)
@@ -161,7 +157,7 @@ def test_torchrun_and_its_ranks_are_signalled_together(dataset: Path, tmp_path: 
 
 @pytest.mark.fault_row(6)
 def test_a_second_request_during_a_save_ends_the_run_and_keeps_the_previous_checkpoint(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
     run, words = tmp_path / "run", train_words(dataset, tmp_path / "run", NO_EVALUATION)
     faults = {FAULT_VARIABLE: "save/manifest:sleep=300:2:0"}
@@ -172,14 +168,13 @@ def test_a_second_request_during_a_save_ends_the_run_and_keeps_the_previous_chec
     process.send_signal(signal.SIGTERM)
     time.sleep(4)  # longer than what counts as a copy of the same request
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    output_of(process, 75, timeout_seconds=60)
     assert checkpoints.steps() == [6]
     verify_checkpoint(checkpoints.at(6))
 
     finished = txl(*words, timeout_seconds=240)
     assert finished.returncode == 0, finished.stderr
-    assert losses(run) == losses(trained(ranks, dataset, tmp_path / "straight", NO_EVALUATION))
+    assert losses(run) == losses(straight(NO_EVALUATION))
 
 
 @pytest.mark.fault_row(41)
@@ -196,8 +191,7 @@ def test_nothing_is_left_running_after_ctrl_c(
         os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 75
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+    assert not psutil.wait_procs(children, timeout=10)[1]
 
 
 @pytest.mark.fault_row(2, 41)
@@ -212,5 +206,4 @@ def test_the_processes_of_a_private_ray_end_after_a_kill_of_the_launcher(
     assert any("raylet" in child.name() for child in children)
     process.kill()
     process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(children, timeout=150)
-    assert not alive
+    assert not psutil.wait_procs(children, timeout=150)[1]

@@ -6,11 +6,20 @@ Also where the lock does not exclude the second one: both train, until the older
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.support.commands import (
+    children_of,
+    is_alive,
+    num_lines,
+    output_of,
+    start_txl,
+    txl,
+    wait_until,
+)
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
@@ -33,8 +42,7 @@ def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_pat
     runs = [tmp_path / name for name in ("one", "two")]
     processes = [start_txl(*train_words(dataset, run, NO_EVALUATION)) for run in runs]
     for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+        output_of(process, 0, timeout_seconds=120)
     assert losses(runs[0]) == losses(runs[1])
 
 
@@ -60,8 +68,7 @@ def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_no
     third = start_txl(*train_words(dataset, tmp_path, *LONG, num_ranks=1))
     wait_until(lambda: "resuming at step" in log_of(tmp_path))
     third.send_signal(signal.SIGTERM)
-    output, _ = third.communicate(timeout=120)
-    assert third.returncode == 75, output
+    output_of(third, 75, timeout_seconds=120)
 
 
 def log_of(run: Path) -> str:
@@ -74,9 +81,8 @@ def is_stopped(pid: int) -> bool:
 
 @pytest.mark.fault_row(35, 36)
 def test_after_a_forced_start_the_older_attempt_stops_at_its_next_save(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
-    straight = trained(ranks, dataset, tmp_path / "straight", *SETTINGS, num_ranks=1)
     run = tmp_path / "run"
     words = train_words(dataset, run, *SETTINGS, num_ranks=1)
 
@@ -97,8 +103,7 @@ def test_after_a_forced_start_the_older_attempt_stops_at_its_next_save(
     saved = (checkpoints.at(15) / "manifest.json").read_bytes()
 
     os.kill(older_rank, signal.SIGCONT)
-    output, _ = older.communicate(timeout=120)
-    assert older.returncode == 4, output
+    output = output_of(older, 4, timeout_seconds=120)
     host = os.uname().nodename
     assert f"FencedError: this process, attempt 1 (host {host}, pid {older_rank}, " in output
     assert f"was replaced: attempt 2 (host {host}, pid {newer_rank}, " in output
@@ -107,10 +112,9 @@ def test_after_a_forced_start_the_older_attempt_stops_at_its_next_save(
     assert checkpoints.pointer("LATEST") == 15
 
     os.kill(newer_rank, signal.SIGCONT)
-    output, _ = newer.communicate(timeout=120)
-    assert newer.returncode == 0, output
+    output = output_of(newer, 0, timeout_seconds=120)
     assert "continued by --force-unlock" in output
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*SETTINGS, num_ranks=1))
     attempts = [load_checkpoint_manifest(checkpoints.at(step)).attempt for step in (5, 10, 15, 20)]
     assert attempts == [1, 1, 2, 2]
     assert checkpoints.steps() == [5, 10, 15, 20]

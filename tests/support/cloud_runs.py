@@ -44,7 +44,6 @@ def in_cloud(world: World, aws: dict[str, str], function: Callable[..., Any], *a
 
 
 def remote_steps(store: Any) -> list[int]:
-    """Steps of the complete copies."""
     store.invalidate_cache()
     manifests = store.glob("bucket/runs/one/checkpoints/*/manifest.json")
     return sorted(int(path.split("/")[-2][5:13]) for path in manifests)

@@ -68,6 +68,13 @@ def start_txl(
     )
 
 
+def output_of(process: subprocess.Popen[str], code: int, *, timeout_seconds: float) -> str:
+    """What a command has printed at its end, which must be with this exit code."""
+    output, _ = process.communicate(timeout=timeout_seconds)
+    assert process.returncode == code, output
+    return output
+
+
 def start_torchrun(*words: object, own_group: bool = False) -> subprocess.Popen[str]:
     """Start two ranks of a command under torchrun, which decides what `--on` and `--ranks` say."""
     launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")

@@ -109,8 +109,6 @@ class SkipSteps:
 
 
 class StopAfter:
-    """A stop request after a step."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -123,7 +121,6 @@ class StopAfter:
 
 
 def final_state(run: Any, step: int) -> TrainState:
-    """The state in the checkpoint of a step."""
     from txl_dist.checkpoint.directory import CheckpointDirectory
     from txl_dist.checkpoint.tensors import verify_checkpoint
     from txl_dist.training.state import load_state

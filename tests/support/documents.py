@@ -53,7 +53,6 @@ class Block:
 
     @property
     def is_here(self) -> bool:
-        """Whether test_documented_blocks.py has to run it."""
         return not self.not_run and not self.run_by
 
 

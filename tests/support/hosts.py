@@ -213,7 +213,6 @@ def settings(dataset: Path, run: Path, *overrides: str) -> tuple[str, ...]:
 
 @contextmanager
 def torchrun_on(hosts: tuple[Host, Host], *overrides: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start torchrun with one rank on each host."""
     with ExitStack() as stack:
         agents = []
         for number, host in enumerate(hosts):

@@ -76,12 +76,12 @@ def ray_node(
         "--object-store-memory=100000000",
     )
     environment = {**os.environ, **token_environment(directory)}
-    with _running(command, address, directory, env=environment) as node:
+    with ray_start(command, address, directory, env=environment) as node:
         yield node
 
 
 @contextmanager
-def _running(
+def ray_start(
     command: Sequence[str], address: str, directory: Path, **options: Any
 ) -> Iterator[RayNode]:
     log = directory / f"node-{len(list(directory.glob('node-*.log')))}.log"
@@ -133,7 +133,6 @@ class JobsHead:
 
     @contextmanager
     def running(self, *, num_cpus: int = 2) -> Iterator[RayNode]:
-        """Run the head while the context is open."""
         environment = {
             **ENVIRONMENT,
             **token_environment(self.directory),
@@ -152,7 +151,7 @@ class JobsHead:
                 *(f"--{option}={port}" for option, port in self.ports.items()),
                 "--object-store-memory=100000000",
             )
-            with _running(command, address, self.directory, env=environment, cwd=sockets) as node:
+            with ray_start(command, address, self.directory, env=environment, cwd=sockets) as node:
                 yield node
 
     def start(self, *words: object, **environment: str) -> subprocess.Popen[str]:

@@ -28,16 +28,18 @@ def of_any_encoding(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
             parts = [common.pop(f"{prefix}{name}_net.weight") for name in ("q", "kv")]
             common[f"{prefix}qkv_net.weight"] = torch.cat(parts)
         else:
-            own |= {
-                f"layers.{layer}.attention.distances.{ours}": _nearest_first(name, tensors[name])[
-                    layer
-                ]
-                for name, ours in SHAW.items()
-            }
+            for name, ours in SHAW.items():
+                stacked = _nearest_first(name, tensors[name])
+                own[f"layers.{layer}.attention.distances.{ours}"] = stacked[layer]
         common[f"{prefix}r_net.weight"] = torch.zeros(1)
     common |= {"r_w_bias": torch.zeros(1), "r_r_bias": torch.zeros(1)}
-    converted = from_original(common, _with_the_papers_encoding(config))
-    return own | {name: x for name, x in converted.items() if not _is_of_an_encoding(name)}
+    converted = from_original(common, replace(config, distance_encoding="sinusoidal"))
+    of_the_paper = ("content_bias_HK", "distance_bias_HK")
+    return own | {
+        name: x
+        for name, x in converted.items()
+        if ".distances." not in name and name not in of_the_paper
+    }
 
 
 def to_any_encoding(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -49,34 +51,21 @@ def to_any_encoding(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
         f"layers.{layer}.attention.distances.project.weight": torch.zeros(1)
         for layer in range(config.n_layer)
     }
-    named = to_original({**tensors, **added}, _with_the_papers_encoding(config))
+    named = to_original({**tensors, **added}, replace(config, distance_encoding="sinusoidal"))
     named = {name: x for name, x in named.items() if "r_net" not in name and name[:2] != "r_"}
     width = config.n_head * config.d_head
     for layer in range(config.n_layer):
         prefix = f"layers.{layer}.dec_attn."
         if config.distance_encoding == "absolute":
             qkv = named.pop(f"{prefix}qkv_net.weight")
-            named[f"{prefix}q_net.weight"], named[f"{prefix}kv_net.weight"] = (
-                qkv[:width],
-                qkv[width:],
-            )
+            named[f"{prefix}q_net.weight"] = qkv[:width]
+            named[f"{prefix}kv_net.weight"] = qkv[width:]
     if config.distance_encoding == "shaw":
         for name, ours in SHAW.items():
-            layers = [
-                tensors[f"layers.{layer}.attention.distances.{ours}"]
-                for layer in range(config.n_layer)
-            ]
-            named[name] = _nearest_first(name, torch.stack(layers))
+            names = (f"layers.{n}.attention.distances.{ours}" for n in range(config.n_layer))
+            named[name] = _nearest_first(name, torch.stack([tensors[each] for each in names]))
     return named
 
 
 def _nearest_first(name: str, stacked: Tensor) -> Tensor:
     return stacked if name == "r_w_bias" else stacked.flip(1)
-
-
-def _with_the_papers_encoding(config: ModelConfig) -> ModelConfig:
-    return replace(config, distance_encoding="sinusoidal")
-
-
-def _is_of_an_encoding(name: str) -> bool:
-    return ".distances." in name or name in ("content_bias_HK", "distance_bias_HK")

@@ -20,49 +20,36 @@ OWN_HF = Path(__file__).parents[1] / "hf-transfo-xl"
 
 def golden_files() -> list[Path]:
     """Every .npz of the original: state dict, constructor arguments and numbers."""
-    directory = _directory("TXL_GOLDEN_DIR", OWN_GOLDEN)
-    return _or_fail(sorted(directory.glob("*.npz")), "TXL_GOLDEN_DIR", directory, "no *.npz")
+    return _models("TXL_GOLDEN_DIR", OWN_GOLDEN, "*.npz")
 
 
 def hf_directories() -> list[Path]:
     """Every model saved by transformers: the directory itself, or its subdirectories."""
-    directory = _directory("TXL_HF_DIR", OWN_HF)
-    if (directory / "config.json").exists():
-        return [directory]
-    inside = [path for path in sorted(directory.iterdir()) if path.is_dir()]
-    missing = "neither config.json nor directories"
-    return _or_fail(inside, "TXL_HF_DIR", directory, missing)
+    return [path.parent for path in _models("TXL_HF_DIR", OWN_HF, "config.json", "*/config.json")]
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz."""
     with np.load(path, allow_pickle=False) as file:
         return {key: file[key] for key in file.files}
 
 
 def original_arguments(path: Path) -> dict[str, Any]:
-    """The constructor arguments of a golden file's model."""
     with np.load(path, allow_pickle=False) as file:
         return json.loads(str(file["config_json"]))
 
 
 def num_segments(arrays: Iterable[str]) -> int:
-    """The number of consecutive segments in a golden file."""
     return sum(key.startswith("input/") for key in arrays)
 
 
-def _directory(variable: str, own: Path) -> Path:
+def _models(variable: str, own: Path, *patterns: str) -> list[Path]:
+    """The files of the first pattern that the directory has."""
     directory = Path(os.environ.get(variable, own))
-    return directory if directory.is_dir() else _fail(variable, directory, "no such directory")
-
-
-def _or_fail(paths: list[Path], variable: str, directory: Path, missing: str) -> list[Path]:
-    return paths or _fail(variable, directory, missing)
-
-
-def _fail(variable: str, directory: Path, problem: str) -> Any:
+    for pattern in patterns:
+        if found := sorted(directory.glob(pattern)):
+            return found
     pytest.fail(
-        f"{variable} is {directory}: {problem}. Set it to a directory of models, or unset "
-        f"it for the repository's models",
+        f"{variable} is {directory}, which has no {' or '.join(patterns)}. Set it to a directory "
+        "of models, or unset it for the repository's models",
         pytrace=False,
     )

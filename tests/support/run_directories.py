@@ -12,7 +12,6 @@ NUM_STEPS = 7
 
 
 def start(step: int, *, num_steps: int = NUM_STEPS, **facts: Any) -> dict[str, Any]:
-    """The fields of the start of an attempt."""
     reached_step, seconds = facts.pop("reached_step", 0), facts.pop("process_seconds", 0.0)
     about = AttemptStart(
         host="a", num_steps=num_steps, num_parameters=12_345, num_ranks=2, device="cpu",
@@ -33,7 +32,6 @@ def event(kind: Kind, text: str = "", **fields: Any) -> dict[str, Any]:
 
 
 def write_events(run: Path, *events: dict[str, Any], attempt: int = 1) -> None:
-    """Append events."""
     log = EventLog(run / EVENTS, lambda: attempt)
     for each in events:
         log.write(**each)

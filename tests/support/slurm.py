@@ -56,8 +56,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 
 @dataclass(frozen=True)
 class Slurm:
-    """A cluster that accepts jobs."""
-
     hosts: tuple[Host, Host]
     directory: Path
     environment: Mapping[str, str]

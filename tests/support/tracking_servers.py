@@ -58,7 +58,6 @@ class PostgresServer:
             self._process = None
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        """All rows of the result."""
         import psycopg2
 
         connection = psycopg2.connect(host=str(self._directory), user="admin", dbname=DATABASE)

@@ -80,6 +80,13 @@ def opened_trainer(world: World, spec: TrainSpec) -> Iterator[Trainer]:
         yield build_trainer(Start.open(spec, world, directory, stack))
 
 
+def saved_last_step(run: Path) -> int:
+    """The last step of a run, of which there must be a checkpoint."""
+    step = max(losses(run))
+    assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    return step
+
+
 def refusal(run: Path) -> str:
     """The message of the newest error in rank 0's log."""
     log = (run / "logs" / "rank-0.log").read_text()
@@ -87,7 +94,6 @@ def refusal(run: Path) -> str:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -119,5 +125,4 @@ def weights_at(run: Path, step: int, which: Weights = "last") -> dict[str, Tenso
 
 
 def score_of_step(run: Path, step: int) -> StepScore:
-    """The score that a run has written after this step."""
     return StepScore.model_validate_json((run / FOLDER / f"step-{step:08d}.json").read_bytes())

@@ -28,10 +28,10 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.tokens import AliasToken, AnchorToken, TagToken
 
-from txl_dist.config import optimizer_config
 from txl_dist.config.redaction import redact, redact_field, redact_values
 from txl_dist.config.removed import PAGE, SETTINGS, without_removed
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import OPTIMIZER_RECIPES
 from txl_dist.errors import ConfigError
 from txl_dist.model import config as model_config
 
@@ -40,7 +40,6 @@ REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
 MAX_BYTES = 256 * 1024
 """A longer file is not a run config, and is not read."""
 _PACKAGE = Path(__file__).parents[1]
-_SUFFIX = ".yaml"
 _TEXT = "tag:yaml.org,2002:str"
 
 Scalar = str | int | float | bool | None
@@ -126,16 +125,16 @@ def find_config(given: str | Path) -> Path:
     path = Path(given)
     if path.is_file():
         return path
-    name = path.as_posix().removeprefix("configs/").removesuffix(_SUFFIX)
+    name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
     named = named_configs().get(name)
     if named is None:
         raise ConfigError(f"{path} is not a config file{_suggestion(path)}")
     # `txl config init quickstart` writes quickstart.yaml.
-    namesake = Path(f"{given}{_SUFFIX}")
+    namesake = Path(f"{given}.yaml")
     if namesake.is_file() and not namesake.samefile(named):
         raise ConfigError(
             f"{path} is a config of the package, and there is a file {namesake}. Write {namesake} "
-            f"for the file, or configs/{name}{_SUFFIX} for that of the package"
+            f"for the file, or configs/{name}.yaml for that of the package"
         )
     return named
 
@@ -246,7 +245,7 @@ def with_recipe(value: dict[str, Any]) -> dict[str, Any]:
     }
     model = result.get("model")
     recipe = model.get("recipe") if isinstance(model, dict) else None
-    for name, recipes in (("model", model_config.RECIPES), ("optimizer", optimizer_config.RECIPES)):
+    for name, recipes in (("model", model_config.RECIPES), ("optimizer", OPTIMIZER_RECIPES)):
         section = result.get(name, {})
         if isinstance(recipe, str) and recipe in recipes and isinstance(section, dict):
             result[name] = recipes[recipe] | section
@@ -395,7 +394,5 @@ def _record_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int]) -> None:
 
 def dotted(path: KeyPath) -> str:
     """`("a", "b", 0)` as `a.b[0]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")

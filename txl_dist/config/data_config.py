@@ -42,6 +42,17 @@ class Section(StrictModel):
         return [(name, redact_field(name or "", value)) for name, value in super().__repr_args__()]
 
 
+def wrong(*checks: tuple[bool, str]) -> list[str]:
+    """The messages of the checks whose condition holds."""
+    return [message for is_wrong, message in checks if is_wrong]
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError if there are any. `config_file.py` splits the lines of its message."""
+    if text := "\n".join(problems):
+        raise ValueError(text)
+
+
 class CorpusConfig(Section):
     """One corpus of a mixture."""
 

@@ -1,6 +1,6 @@
 """RunConfig: the settings of one training run, frozen and checked. The YAML file has the same form.
 
-The sections are in `data_config.py`, `optimizer_config.py`, `training_config.py` and
+The sections are in `data_config.py`, `training_config.py` and
 `txl_dist/model/config.py`; `config_file.py` reads files and overrides. A section checks its own
 settings, `RunConfig` compares sections with each other. Only what depends on the dataset or the
 device is checked later (`training/compatibility.py`, `training/data.py`).
@@ -12,12 +12,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data_pipeline.system.sources import is_url, shown
-from txl_dist.config.data_config import DataConfig, PathText, Section
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.data_config import DataConfig, PathText, Section, refuse, wrong
 from txl_dist.config.training_config import (
     DeepSpeedConfig,
     DivergenceConfig,
     EvaluationConfig,
+    OptimizerConfig,
     RayConfig,
     TrackingConfig,
     TrainingConfig,
@@ -75,49 +75,53 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         # Collect all contradictions, so that one correction is enough.
+        rows, micro = self.data.rows, self.training.micro_batch_lanes
+        segments = self.training.backprop_segments
         problems = [
             *self.optimizer.problems_with(num_steps=self.num_steps),
             *self.optimizer.problems_at_stage(self.deepspeed.zero_stage),
+            *wrong(
+                (
+                    self.model.vocab_size is None,
+                    "model.vocab_size=null is a model of vectors, for a loop of your own; a run "
+                    "reads token ids: use 0, the vocabulary size of the data",
+                ),
+                (
+                    self.data.num_lanes % rows > 0,
+                    f"data.lanes_per_step={rows} does not divide data.num_lanes="
+                    f"{self.data.num_lanes}: every step reads as many lanes; use a multiple, or "
+                    "lanes_per_step=null",
+                ),
+                (
+                    micro is not None and micro > rows,
+                    f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
+                    "use null",
+                ),
+                (
+                    bool(self.training.compile) and self.deepspeed.zero_stage == 3,
+                    "training.compile is not supported at deepspeed.zero_stage=3: there DeepSpeed "
+                    "gathers weights in hooks inside the layers, which end every compiled graph; "
+                    "use stage 0, 1 or 2",
+                ),
+                (
+                    self.data.tgt_len % segments > 0,
+                    f"data.tgt_len={self.data.tgt_len} cannot be read as training."
+                    f"backprop_segments={segments} segments of equal length; use a multiple",
+                ),
+                (
+                    segments == 1 and self.model.memory_facts.adds_tokens,
+                    f"model.memory={self.model.memory} needs training.backprop_segments of at "
+                    "least 2: only the losses of later segments of a step train what a segment "
+                    "writes",
+                ),
+                (
+                    segments > 1 and not self.model.has_memory,
+                    "training.backprop_segments needs a memory, through which gradients pass: set "
+                    "model.mem_len to at least 1, or backprop_segments=1",
+                ),
+            ),
         ]
-        if self.model.vocab_size is None:
-            problems.append(
-                "model.vocab_size=null is a model of vectors, for a loop of your own; a run reads "
-                "token ids: use 0, the vocabulary size of the data"
-            )
-        rows, micro = self.data.rows, self.training.micro_batch_lanes
-        if self.data.num_lanes % rows:
-            problems.append(
-                f"data.lanes_per_step={rows} does not divide data.num_lanes={self.data.num_lanes}: "
-                "every step reads as many lanes; use a multiple, or lanes_per_step=null"
-            )
-        if micro is not None and micro > rows:
-            problems.append(
-                f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
-                "use null"
-            )
-        if self.training.compile and self.deepspeed.zero_stage == 3:
-            problems.append(
-                "training.compile is not supported at deepspeed.zero_stage=3: there DeepSpeed "
-                "gathers weights in hooks inside the layers, which end every compiled graph; use "
-                "stage 0, 1 or 2"
-            )
-        if self.data.tgt_len % self.training.backprop_segments:
-            problems.append(
-                f"data.tgt_len={self.data.tgt_len} cannot be read as training.backprop_segments="
-                f"{self.training.backprop_segments} segments of equal length; use a multiple"
-            )
-        if self.training.backprop_segments == 1 and self.model.memory_facts.adds_tokens:
-            problems.append(
-                f"model.memory={self.model.memory} needs training.backprop_segments of at least 2: "
-                "only the losses of later segments of a step train what a segment writes"
-            )
-        if self.training.backprop_segments > 1 and not self.model.has_memory:
-            problems.append(
-                "training.backprop_segments needs a memory, through which gradients pass: set "
-                "model.mem_len to at least 1, or backprop_segments=1"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
+        refuse(problems)
         return self
 
     @property

@@ -160,7 +160,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 """By the value of `ModelConfig.recipe`: defaults of settings that differ from the paper's. Those of
-the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-today.md)."""
+the optimizer are in config/training_config.py (docs/decisions/0072-a-block-of-today.md)."""
 
 # In order of preference: `auto` takes the first that supports the call and the device.
 _ATTENTION = (

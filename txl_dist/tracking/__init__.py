@@ -5,8 +5,7 @@
     sender.py     -> which points the server lacks (journal.py); sends each once, through
                      tracker.py: the interface `Tracker` (start, recorded, log, end)
                      mlflow_tracker.py: MLflow
-    txl eval      -> RUN/evaluations/: a score, which evaluations.py makes a run below its
-                     training run
+    txl eval      -> RUN/evaluations/: a score, which sender.py makes a run below its training run
 
 `import txl_dist.tracking` imports no module.
 """

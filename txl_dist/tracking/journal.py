@@ -15,9 +15,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from data_pipeline.system.files import write_file
 from txl_dist.tracking.tracker import Recorded, points_of
@@ -32,7 +33,7 @@ _log = logging.getLogger("txl_dist.tracking")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class MetricsJournal:
+class MetricsJournal(AbstractContextManager["MetricsJournal"]):
     """Appends to a run's metrics.jsonl.
 
     Each line is one write, so a killed process leaves at most one incomplete line, which the next
@@ -82,8 +83,7 @@ class MetricsJournal:
 
     def _append(self, line: bytes) -> None:
         # One write per line, so that a kill cuts at most this line.
-        size = os.fstat(self._file.fileno()).st_size
-        written = 0
+        size, written = os.fstat(self._file.fileno()).st_size, 0
         try:
             written = self._file.write(line)
         finally:
@@ -124,15 +124,19 @@ class MetricsJournal:
         """Close the file. May be called more than once."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> BinaryIO:
+        """Open the file. Text after its last line end is removed, or completed by that alone."""
         file = self.path.open("ab+", buffering=0)
-        _remove_torn_line(file)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - READ_BYTES))
+        torn = file.read().rpartition(b"\n")[2]
+        if torn and parse_line(torn) is not None:
+            file.write(b"\n")
+        elif torn:
+            file.truncate(size - len(torn))
         return file
 
 
@@ -145,10 +149,7 @@ class JournalTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._open()
-
-    def _open(self) -> None:
-        self._file, self._offset = self._path.open("ab+"), 0
+        self._file, self._offset = path.open("ab+"), 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The lines since the last call, at most READ_BYTES of them."""
@@ -160,7 +161,7 @@ class JournalTail:
     def rewind(self) -> None:
         """Start again from the beginning of the file that has the path now."""
         self._file.close()
-        self._open()
+        self._file, self._offset = self._path.open("ab+"), 0
 
     def is_replaced(self) -> bool:
         """Whether the file was shortened or replaced since it was opened. Raises OSError."""
@@ -229,14 +230,3 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
 def _to_json(value: float) -> float | str:
     number = value if isinstance(value, (bool, int)) else float(value)
     return number if math.isfinite(number) else str(number)
-
-
-def _remove_torn_line(file: BinaryIO) -> None:
-    """Remove the text after the last line end, or complete it if only its line end is missing."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - READ_BYTES))
-    torn = file.read().rpartition(b"\n")[2]
-    if torn and parse_line(torn) is not None:
-        file.write(b"\n")
-    elif torn:
-        file.truncate(size - len(torn))

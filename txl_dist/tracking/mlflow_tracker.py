@@ -125,8 +125,10 @@ class MlflowTracker:
 
     @_translated()
     def recorded(self, run_id: str, metric: str) -> Recorded:
-        history = self._client.get_metric_history(run_id, clean_key(metric))
-        return {(point.step, point.timestamp) for point in history}
+        return {
+            (point.step, point.timestamp)
+            for point in self._client.get_metric_history(run_id, clean_key(metric))
+        }
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
         finite = [
@@ -156,10 +158,8 @@ class MlflowTracker:
 
     @_translated()
     def _find_or_create(self, run: TrackedRun) -> str:
-        if run.parent is not None:
-            experiment_id = self._client.get_run(run.parent).info.experiment_id
-        else:
-            experiment_id = self._experiment(run.experiment)
+        parent = self._client.get_run(run.parent) if run.parent else None
+        experiment_id = parent.info.experiment_id if parent else self._experiment(run.experiment)
         for found in self._client.search_runs([experiment_id], f"tags.`txl.key` = '{run.key}'"):
             return str(found.info.run_id)
         tags = {
@@ -185,14 +185,14 @@ class MlflowTracker:
             self._client.restore_experiment(experiment.experiment_id)
         return str(experiment.experiment_id)
 
+    @_translated()
     def _adopt(self, run: TrackedRun, run_id: str) -> None:
         superseded = run.supersedes
         if superseded is not None and self._is_active(superseded):
             tags = {"mlflow.parentRunId": run_id, "txl.status": "superseded"}
             self._set_tags(superseded, tags)
             self._set_status(superseded, "interrupted")
-            with _translated():
-                self._client.update_run(superseded, name=f"{run.name} (superseded)")
+            self._client.update_run(superseded, name=f"{run.name} (superseded)")
 
     @_translated()
     def _log_inputs(self, run_id: str, datasets: Sequence[TrackedDataset]) -> None:

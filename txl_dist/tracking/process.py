@@ -10,7 +10,7 @@ sends them. Once the ranks have ended, the launcher waits for the sender (`wait_
 container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
 that died during the run is replaced at its end, and the new one delivers the rest.
 
-`log_evaluations` starts the sender for scores of `txl eval`, which `evaluations.py` reads.
+`log_evaluations` starts the sender for scores of `txl eval`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from data_pipeline.system.files import is_locked, try_lock
 from data_pipeline.system.signals import StopSignals
@@ -97,7 +97,7 @@ def run_sender(*words: str, timeout_seconds: float) -> str:
     return redact(last_line or f"exit code {process.returncode}")
 
 
-class TrackingProcess:
+class TrackingProcess(contextlib.AbstractContextManager["TrackingProcess"]):
     """In rank 0: the sender of one run. A context manager; its exit sends it the final status.
 
     Start it after `MetricsJournal.truncate_after`, so that it does not send lines that a resume
@@ -162,9 +162,6 @@ class TrackingProcess:
             with self._sender.stdin as pipe:
                 pipe.write(f"{status}\n".encode())
             self._sender.wait(timeout_seconds)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(next(_STATUSES[kind] for kind in _STATUSES if isinstance(error, kind)))
@@ -238,15 +235,14 @@ def log_evaluations(checkpoints: Iterable[Path]) -> None:
     EVALUATION_SECONDS for each run. What the server does not have then is a warning: the next
     start of the run delivers it, or `txl track sync`.
     """
-    from txl_dist.tracking.evaluations import unsent_evaluations
+    from txl_dist.tracking.sender import unsent_evaluations
 
     runs = {run_of(checkpoint.resolve()) for checkpoint in checkpoints}
     for run in filter(None, runs):
         state = TrackingState.load(run / STATE)
         if state is None or not unsent_evaluations(run, state) or is_locked(run / LOCK):
             continue
-        words = (str(run), "--evaluations")
-        if reason := run_sender(*words, timeout_seconds=EVALUATION_SECONDS):
+        if reason := run_sender(str(run), "--evaluations", timeout_seconds=EVALUATION_SECONDS):
             log.warning(
                 "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
                 reason,

@@ -11,7 +11,13 @@ exits. A server that fails is one line of RUN/logs/tracking.log and of the log o
 only the others, with the timestamps of the journal. If a call failed, the server may still have
 executed it, so the points of its metrics are queried again. After delivery, the run on the server
 equals the journal. If it has steps that a resume has superseded, a new run gets the whole journal.
-`evaluations.py` reads the scores of `txl eval` from the run directory.
+
+A score of `txl eval` is a file RUN/evaluations/SPLIT-KEY.json, and becomes a run below the training
+run. KEY is a digest of all that the sums of the result depend on, so an evaluation that is repeated
+is the same file and the same run. `TrackingState.evaluations` has the names of those that the
+server has; one that it has got although the state does not say so is found by its key. Scores
+become metrics such as `valid/mem_len_64/perplexity`, at the step of the checkpoint; settings
+parameters, and the protocol the description. The tables of `details` are left out.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
@@ -22,6 +28,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -35,7 +42,9 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.tracking.evaluations import deliver_evaluations, send_evaluations
+from txl_dist.config.redaction import redact, redact_values
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.result import kept_results, read_result
 from txl_dist.tracking.journal import (
     JOURNAL,
     JournalTail,
@@ -51,11 +60,14 @@ from txl_dist.tracking.tracker import (
     Recorded,
     RefusedError,
     RunGoneError,
+    TrackedDataset,
     TrackedRun,
     Tracker,
     TrackingRequest,
     TrackingState,
     UnavailableError,
+    as_text,
+    dataset_name,
     directory_identity,
     open_lock,
     open_tracker,
@@ -67,15 +79,15 @@ MAX_BACKOFF_SECONDS = 30.0
 WATCHDOG_SECONDS = 5.0
 """This long after the deadline, the sender ends even in the middle of a call."""
 EXIT_UNDELIVERED = 75
-RANK_LOG = "logs/rank-0.log"
+_COUNTS = {"tokens_scored", "bytes_scored", "characters_scored", "words_scored"}
+_STEP_NAME = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
 log = logging.getLogger("txl_dist.tracking.sender")
 
 
 class Sender:
-    """Sends one run directory's journal. `pump` and `finish` may raise UnavailableError.
-
-    Progress is not lost if a call fails: an unreliable server gets all points after enough calls.
+    """Sends one run directory's journal. `pump` and `finish` may raise UnavailableError; what they
+    have sent is not lost.
     """
 
     def __init__(self, run_dir: Path, request: TrackingRequest) -> None:
@@ -83,14 +95,12 @@ class Sender:
         self._state = _first_state(run_dir, request)
         self._tail = JournalTail(run_dir / JOURNAL)
         self._tracker: Tracker | None = None
-        self._started_key = ""
-        """Key of the run that is described on the server."""
+        self._started_key = ""  # of the run that is described on the server
         self._unsent: list[Point] = []
+        # Per metric, the points that the server had when it was queried. Points that this process
+        # sends are not added, which would keep a whole run in memory.
         self._recorded: dict[str, Recorded] = {}
-        """Per metric, the points that the server had when it was queried. Points that this process
-        sends are not added, which would keep a whole run in memory."""
-        self._is_compared = False
-        """The run is known to have no point that the journal does not have."""
+        self._is_compared = False  # the run has no point that the journal does not have
         self._has_ended = False
 
     def pump(self) -> None:
@@ -204,8 +214,7 @@ class Sender:
     def _send(self, tracker: Tracker, points: list[Point]) -> None:
         for key in {point.metric for point in points} - self._recorded.keys():
             self._recorded[key] = tracker.recorded(self._run_id, key)
-        new = [p for p in points if (p.step, p.milliseconds) not in self._recorded[p.metric]]
-        if new:
+        if new := [p for p in points if (p.step, p.milliseconds) not in self._recorded[p.metric]]:
             self._log(tracker, new)
 
     def _log(self, tracker: Tracker, points: list[Point]) -> None:
@@ -228,30 +237,100 @@ class Sender:
 def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
     server, directory = request.without_secrets().server, directory_identity(run_dir)
     state = TrackingState.load(run_dir / STATE)
-    is_copy = state is not None and state.directory not in (None, directory)
-    if state is None or is_copy or state.server != server:  # another server lacks the old run
-        return TrackingState(
-            key=uuid.uuid4().hex,
-            server=server,
-            experiment=request.experiment,
-            directory=directory,
-            previous=state.run_id if state else None,
-            # The server has those of the original, below its run.
-            evaluations=state.evaluations if state and state.server == server else (),
+    # A copy of the directory is another run; another server lacks the old run.
+    if state and state.directory in (None, directory) and state.server == server:
+        changes = {"directory": directory, "delivered": False, "status": "running"}
+        return state.model_copy(update=changes)
+    return TrackingState(
+        key=uuid.uuid4().hex,
+        server=server,
+        experiment=request.experiment,
+        directory=directory,
+        previous=state.run_id if state else None,
+        # The server has those of the original, below its run.
+        evaluations=state.evaluations if state and state.server == server else (),
+    )
+
+
+# --- scores of `txl eval` -------------------------------------------------------------------------
+
+
+def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
+    return [path for path in kept_results(run_dir) if path.name not in state.evaluations]
+
+
+def deliver_evaluations(run_dir: Path) -> None:
+    """Record the results of a run that does not train. Raises UnavailableError and OSError."""
+    if (state := TrackingState.load(run_dir / STATE)) is not None:
+        send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
+
+
+def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> TrackingState:
+    """Record all results that the server lacks; returns the state with what it has.
+
+    Raises OSError, and UnavailableError, also if the server has no run yet to which they belong.
+    """
+    if state.run_id is None:
+        raise UnavailableError("its training run is not there yet")
+    for path in unsent_evaluations(run_dir, state):
+        try:
+            _record(tracker, path, state)
+        except (RefusedError, CheckpointError) as error:  # a file that somebody edited
+            log.warning("%s was refused: %s", path, redact(str(error)))
+        state = state.changed(run_dir, evaluations=(*state.evaluations, path.name))
+    return state
+
+
+def _record(tracker: Tracker, path: Path, state: TrackingState) -> None:
+    """Record one result as a run below the training run. May be repeated."""
+    result = read_result(path)
+    checkpoint, name = Path(result.checkpoint).name, f"{result.split}, mem_len {result.mem_len}"
+    match = _STEP_NAME.fullmatch(checkpoint)
+    step = int(match[1]) if match else 0
+    content = result.to_json()
+    counts = {key: value for key, value in content.items() if key in _COUNTS and value is not None}
+    scores = {"nats": result.nats, **counts, **result.known_scores}
+    left_out = {"nats", *_COUNTS, *result.scores, "details", "protocol", "save_id"}
+    settings = {key: value for key, value in content.items() if key not in left_out}
+    settings = redact_values({**settings, "checkpoint": checkpoint})
+    dataset = TrackedDataset(
+        name=dataset_name(result.data, result.split),
+        digest=result.data_sha256,
+        source=redact(result.data),
+        context="evaluation",
+        profile=counts,
+    )
+    run_id = tracker.start(
+        TrackedRun(
+            key=f"{state.key}/{path.stem}",
+            name=f"eval step {step}: {name}",
+            experiment=state.experiment,
+            note=redact(result.protocol),
+            params={key: as_text(value) for key, value in settings.items()},
+            tags={"txl.kind": "evaluation"},
+            parent=state.run_id,
+            datasets=[dataset],
         )
-    changes = {"directory": directory, "delivered": False, "status": "running"}
-    return state.model_copy(update=changes)
+    )
+    milliseconds = int(path.stat().st_mtime * 1000)
+    points = [
+        Point(f"{result.split}/mem_len_{result.mem_len}/{key}", float(value), step, milliseconds)
+        for key, value in scores.items()
+        if math.isfinite(value)
+    ]
+    # All or none of the points were recorded, so one of them tells.
+    if not tracker.recorded(run_id, points[0].metric):
+        tracker.log(run_id, points)
+    tracker.end(run_id, "finished")
 
 
 class TrainingEnd:
     """How and when training has ended, from standard input."""
 
     def __init__(self, *, flush_seconds: float) -> None:
-        self.status = "interrupted"
-        """`interrupted` until training says how it ended."""
+        self.status = "interrupted"  # until training says how it ended
         self.has_ended = threading.Event()
-        self.deadline = math.inf
-        """On the monotonic clock; finite once `has_ended` is set."""
+        self.deadline = math.inf  # on the monotonic clock; finite once `has_ended` is set
         self._flush_seconds, self._parent = flush_seconds, os.getppid()
 
     def end(self) -> None:
@@ -291,7 +370,15 @@ def deliver(sender: Sender, training: TrainingEnd) -> str:
         except UnavailableError as error:
             if not has_failed:
                 has_failed = True
-                _warn_training(sender.run_dir, str(error))
+                warning = (
+                    f"the tracking server cannot be reached ({error}). Training is not affected: "
+                    "metrics are in metrics.jsonl and are sent when the server responds again"
+                ).replace("\n", " ")
+                log.warning("%s", warning)
+                # The launcher displays the log of rank 0.
+                rank_log = sender.run_dir / "logs/rank-0.log"
+                with contextlib.suppress(OSError), rank_log.open("a") as file:
+                    file.write(f"{time.strftime('%H:%M:%S')} tracking: {warning}\n")
             backoff_seconds = min(MAX_BACKOFF_SECONDS, backoff_seconds * 2)
             # Not before the last pass: the state must tell a later sync how the run ended.
             if is_last and time.monotonic() > training.deadline:
@@ -300,17 +387,6 @@ def deliver(sender: Sender, training: TrainingEnd) -> str:
             time.sleep(POLL_SECONDS)
         else:
             training.has_ended.wait(backoff_seconds)
-
-
-def _warn_training(run_dir: Path, reason: str) -> None:
-    """One line in the log of rank 0, which the launcher displays."""
-    warning = (
-        f"the tracking server cannot be reached ({reason}). Training is not affected: metrics are "
-        "in metrics.jsonl and are sent when the server responds again"
-    ).replace("\n", " ")
-    log.warning("%s", warning)
-    with contextlib.suppress(OSError), (run_dir / RANK_LOG).open("a") as rank_log:
-        rank_log.write(f"{time.strftime('%H:%M:%S')} tracking: {warning}\n")
 
 
 def run(run_dir: Path, request_path: Path | None, lock: int, *, flush_seconds: float) -> str:
@@ -339,7 +415,6 @@ def run(run_dir: Path, request_path: Path | None, lock: int, *, flush_seconds: f
 
 
 def main() -> int:
-    """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m txl_dist.tracking.sender")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluations", action="store_true", help="send only scores of txl eval")

@@ -45,7 +45,6 @@ def server_of(uri: str | None, run_dir: Path) -> str:
 
 
 def default_server(run_dir: Path) -> str:
-    """The SQLite file mlflow.db in the parent of the run directory."""
     return sqlite_uri(run_dir.resolve().parent / "mlflow.db")
 
 
@@ -199,7 +198,7 @@ class TrackingRequest(_JsonFile):
     """What to record about a run, except its metrics."""
 
     server: str | None
-    """URI; None: the SQLite file mlflow.db in the parent of the run directory."""
+    """As `tracking.uri`."""
     experiment: str
     params: dict[str, str] = {}
     tags: dict[str, str] = {}
@@ -214,7 +213,6 @@ class TrackingState(_JsonFile):
     """Which run of a server belongs to a run directory."""
 
     key: str
-    """`TrackedRun.key`."""
     server: str | None
     """As in the request, without credentials."""
     experiment: str
@@ -263,5 +261,4 @@ def dataset_name(source: str, split: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A setting as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

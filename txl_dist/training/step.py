@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.streams.segments import NO_LANE
-from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision
+from txl_dist.config.training_config import OptimizerConfig
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import LaneDropoutMasks

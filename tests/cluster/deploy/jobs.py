@@ -49,7 +49,6 @@ def start_job(
 
 
 def end_jobs() -> None:
-    """Kill what is left of the jobs of a test."""
     while _started:
         with suppress(ProcessLookupError):
             os.killpg(_started.pop().pid, signal.SIGKILL)

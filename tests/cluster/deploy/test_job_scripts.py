@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,13 @@ import pytest
 
 from tests.cluster.deploy.jobs import ALONE, ROOT, require_namespaces, start_job
 from tests.support.commands import num_lines, wait_until
-from tests.support.gloo_ranks import RankGroups
 from tests.support.slurm import Slurm, slurm_cluster
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    TINY,
+    losses,
+    saved_last_step,
+)
 
 DEPLOY = ROOT / "cluster" / "deploy"
 JOB_ID = str(10_000 + os.getpid() % 10_000)
@@ -175,12 +179,10 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.mark.cluster
 def test_a_signalled_job_saves_is_requeued_and_ends_as_an_undisturbed_one(
-    slurm: Slurm, ranks: RankGroups, dataset: Path, tmp_path: Path
+    slurm: Slurm, straight: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
-    straight, run, output = (tmp_path / name for name in ("straight", "run", "out"))
+    run, output = tmp_path / "run", tmp_path / "out"
     settings = (NO_EVALUATION, "training.num_steps=300", "training.checkpoint_interval_steps=1000")
-    assert ranks(2).run(train, tiny_spec(dataset, straight, *settings)) == [0, 0]
-
     words = (f"data.path={dataset}", f"directory={run}", *settings)
     # From the root of the repository, as its README says.
     where = (f"--chdir={ROOT}", f"--output={output}")
@@ -198,7 +200,7 @@ def test_a_signalled_job_saves_is_requeued_and_ends_as_an_undisturbed_one(
     job, text = slurm.job(job_id), output.read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), text
     assert f"resuming at step {saved[0]} " in text
-    assert losses(run) == losses(straight)
+    assert losses(run) == losses(straight(*settings))
 
 
 # --- slurm_ray.sh ---------------------------------------------------------------------------------
@@ -282,8 +284,7 @@ def test_a_job_with_a_real_ray_saves_is_requeued_and_resumes(dataset: Path, tmp_
         code, output = job.finish(timeout_seconds=120)
         assert code == 75, output
         assert job.is_requeued
-        stopped_at = max(losses(run))
-        assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+        saved_last_step(run)
 
         (job.records / "requeued").unlink()
         job = submit_run()
@@ -343,7 +344,6 @@ def test_ranks_of_two_hosts_train_stop_and_resume(dataset: Path, tmp_path: Path)
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 10)
     hosts[1].process.send_signal(signal.SIGTERM)  # Kubernetes drains one host
     assert [host.finish(timeout_seconds=90)[0] for host in hosts] == [75, 75]
-    stopped_at = max(losses(run))
-    assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    saved_last_step(run)
     assert [host.finish(timeout_seconds=120)[0] for host in start_hosts()] == [0, 0]
     assert sorted(losses(run)) == list(range(1, 151))

@@ -11,8 +11,6 @@ from txl_dist.config.run_config import RunConfig
 
 @pytest.fixture
 def load(tmp_path: Path) -> Any:
-    """Load a config text with overrides."""
-
     def load(text: str, *overrides: str) -> RunConfig:
         path = tmp_path / "run.yaml"
         path.write_text(text, encoding="utf-8")

@@ -20,8 +20,6 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 class Published(NamedTuple):
-    """One row."""
-
     n_layer: int
     d_model: int
     n_head: int

@@ -1,61 +1,42 @@
 """What was removed is refused with the way that works, unless it changes nothing."""
 
 import sys
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from txl_dist.cli.app import main
-from txl_dist.config.config_file import default_settings, load_run_config
+from txl_dist.config.config_file import default_settings
 from txl_dist.config.removed import COMMANDS, PAGE, SETTINGS, Removed, without_removed
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.training.compatibility import check_config
 
-CONFIG = """\
-directory: runs/a
-data: {path: data/a}
-training: {num_steps: 5, gone: VALUE}
-"""
+SMALL = "directory: runs/a\ndata: {path: data/a}\ntraining: {num_steps: 5}\n"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    removed = Removed((None, False), "start two runs")
-    monkeypatch.setitem(SETTINGS, "training.gone", removed)
+    monkeypatch.setitem(SETTINGS, "training.gone", Removed((None, False), "start two runs"))
 
 
-@pytest.mark.usefixtures("gone")
-def test_a_removed_setting_is_refused_with_what_to_use_instead(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(CONFIG.replace("VALUE", "7"))
-    message = "training.gone=7 was removed; start two runs \\(docs/removed.md\\)"
+def test_a_removed_setting_is_ignored_if_it_changes_nothing_else_refused_with_advice(
+    load: Any,
+) -> None:
+    for value in ("null", "false"):
+        assert load(SMALL, f"training.gone={value}") == load(SMALL)
+    message = r"training\.gone=7 was removed; start two runs \(docs/removed\.md\)"
     with pytest.raises(ConfigError, match=message):
-        load_run_config(path)
+        load(SMALL, "training.gone=7")
 
 
-@pytest.mark.usefixtures("gone")
-@pytest.mark.parametrize("value", ["null", "false"])
-def test_a_removed_setting_that_changes_nothing_is_ignored(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(CONFIG.replace("VALUE", value))
-    assert load_run_config(path).training.num_steps == 5
-
-
-@pytest.mark.usefixtures("gone")
 @pytest.mark.parametrize(("value", "resumes"), [(None, True), (7, False)])
 def test_so_it_is_with_the_settings_of_a_checkpoint(value: Any, resumes: bool) -> None:
     old, new = {"training.gone": value, "seed": 3}, {"seed": 3}
     assert (without_removed(old) == new) is resumes
-    if resumes:
-        check_config(old, default_and(new), allowed=(), checkpoint="a")
-    else:
-        with pytest.raises(CheckpointError, match=r"training\.gone: checkpoint 7"):
-            check_config(old, default_and(new), allowed=(), checkpoint="a")
-
-
-def default_and(settings: dict[str, Any]) -> dict[str, Any]:
-    return {**default_settings(), **settings}
+    error = pytest.raises(CheckpointError, match=r"training\.gone: checkpoint 7")
+    with nullcontext() if resumes else error:
+        check_config(old, default_settings() | new, allowed=(), checkpoint="a")
 
 
 @pytest.mark.parametrize("words", COMMANDS)

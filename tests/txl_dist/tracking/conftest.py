@@ -123,7 +123,6 @@ def server(server_app: tuple[Any, Path]) -> Iterator[MlflowServer]:
 
 
 def write_steps(run_dir: Path, steps: range, *, since: float = START, **metrics: float) -> None:
-    """Write one journal line per step, as training does."""
     with MetricsJournal(run_dir / "metrics.jsonl") as journal:
         for step in steps:
             line = {"step": step, "tokens": step * 10, "time": since + step, "loss": 1 / (1 + step)}
@@ -174,7 +173,6 @@ def state_of(run_dir: Path) -> TrackingState:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """The current MLflow run of a run directory."""
     run_id = state_of(run_dir).run_id
     assert run_id is not None
     return run_id
@@ -193,6 +191,15 @@ def run_ids(database: Path, experiment: str = "tests") -> list[str]:
             (experiment,),
         )
         return [run_id for (run_id,) in rows]
+
+
+def assert_delivered(
+    database: Path, run_dir: Path, last_step: int, status: str = "FINISHED", output: str = ""
+) -> None:
+    """The current MLflow run has every step once, and the status."""
+    run_id = run_id_of(run_dir)
+    assert status_of(database, run_id) == status, output
+    assert recorded_steps(database, run_id) == list(range(1, last_step + 1)), output
 
 
 # --- real sender processes ------------------------------------------------------------------------

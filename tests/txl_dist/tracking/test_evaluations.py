@@ -11,8 +11,8 @@ import pytest
 
 from data_pipeline.system.files import open_descriptor, try_lock
 from txl_dist.tracking import process
-from txl_dist.tracking.evaluations import deliver_evaluations
 from txl_dist.tracking.process import log_evaluations
+from txl_dist.tracking.sender import deliver_evaluations
 from txl_dist.tracking.tracker import LOCK, TrackingState, UnavailableError
 
 from .conftest import (

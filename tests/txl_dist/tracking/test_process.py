@@ -5,8 +5,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +16,8 @@ from tests.support.commands import num_lines, start_txl, txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, TINY
 from tests.txl_dist.tracking.conftest import (
     MlflowServer,
-    recorded_steps,
-    run_id_of,
+    assert_delivered,
     senders_of,
-    status_of,
     tracking_config,
     write_steps,
 )
@@ -71,14 +67,6 @@ def test_tracking_that_is_off_or_cannot_start_does_not_raise(
     assert tracker.run_id is None
 
 
-def test_importing_the_training_side_imports_no_mlflow() -> None:
-    code = (
-        "import sys, txl_dist.tracking.process, txl_dist.tracking.journal;"
-        "assert not {'mlflow', 'torch'} & set(sys.modules), 'heavy'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def _train(dataset: Path, run: Path, uri: str, *settings: object) -> tuple[object, ...]:
     return (
         *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
@@ -98,9 +86,7 @@ def test_the_end_is_delivered_before_the_launcher_ends(
         for sender in senders_of(run_dir):
             os.kill(sender, signal.SIGKILL)
     assert training.returncode == 0, output
-    run_id = run_id_of(run_dir)
-    assert status_of(server.database, run_id) == "FINISHED", output
-    assert recorded_steps(server.database, run_id) == list(range(1, 21))
+    assert_delivered(server.database, run_dir, 20, output=output)
 
 
 @pytest.mark.fault
@@ -116,9 +102,7 @@ def test_a_sender_that_died_during_the_run_is_replaced_at_its_end(
         os.kill(sender, signal.SIGKILL)
         output, _ = training.communicate(timeout=300)
     assert training.returncode == 0, output
-    run_id = run_id_of(run_dir)
-    assert status_of(server.database, run_id) == "FINISHED", output
-    assert recorded_steps(server.database, run_id) == list(range(1, 401))
+    assert_delivered(server.database, run_dir, 400, output=output)
 
 
 @pytest.mark.fault
@@ -136,9 +120,7 @@ def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_s
     settings = (NO_EVALUATION, "training.grace_seconds=200")
     again = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
     assert "this run is finished" in again.stdout
-    run_id = run_id_of(run_dir)
-    assert status_of(server.database, run_id) == "FINISHED"
-    assert recorded_steps(server.database, run_id) == list(range(1, 21))
+    assert_delivered(server.database, run_dir, 20)
 
 
 @pytest.mark.fault

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.gpu.test_graphs_on_gpu import LANES, NUM_STEPS, trained
-from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
+from txl_dist.config.training_config import OptimizerConfig, Role
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL

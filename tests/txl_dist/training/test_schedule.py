@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.training_config import OptimizerConfig
 from txl_dist.training.step import lr_at
 
 SCHEDULES: dict[str, dict[str, int]] = {

@@ -3,7 +3,7 @@
 All keep a `step` count and the states that their parameter groups name, of the shape of the
 parameter or of this rank's part of it, so that a checkpoint can store them by parameter and range.
 To add one, write its class here, and an entry in `OPTIMIZERS`; its name and settings are in
-config/optimizer_config.py.
+config/training_config.py.
 
 The methods of torch's optimizers are used without their decorators for compilation, whose first
 call imports the compiler: 1.6 s of CPU time at every start of a rank.
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from txl_dist.checkpoint.tensors import AVERAGE
-from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
+from txl_dist.config.training_config import OptimizerConfig, Role
 from txl_dist.errors import ConfigError
 from txl_dist.model.layer_parts import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
@@ -76,7 +76,7 @@ class Lamb(EagerOptimizer):
         w         w - lr * (|w| / |update|) * update         the ratio is 1 if one of the norms is 0
 
     The norms are those of whole parameters. ZeRO cuts parameters at the ends of ranks' partitions,
-    so it runs at stage 0 only (config/optimizer_config.py refuses the others). States: exp_avg,
+    so it runs at stage 0 only (config/training_config.py refuses the others). States: exp_avg,
     exp_avg_sq and step. Source: You et al. 2020, arXiv:1904.00962, algorithm 2.
     """
 
@@ -305,7 +305,7 @@ def matrices(model: TransformerXL) -> frozenset[str]:
 
 
 def _role(name: str, hidden: frozenset[str]) -> Role:
-    """The role of a parameter (config/optimizer_config.py). A shared weight is embedding."""
+    """The role of a parameter (config/training_config.py). A shared weight is embedding."""
     if name in hidden:
         return "hidden"
     if name.startswith("table."):

@@ -13,9 +13,8 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_spec, train
 from txl_dist.config.data_config import DataConfig
-from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
-from txl_dist.config.training_config import DeepSpeedConfig, TrainingConfig
+from txl_dist.config.training_config import DeepSpeedConfig, OptimizerConfig, TrainingConfig
 from txl_dist.training.engine.deepspeed_setup import deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}

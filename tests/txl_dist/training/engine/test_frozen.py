@@ -23,7 +23,7 @@ from tests.support.training_runs import (
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.config_file import flatten_config
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.training_config import OptimizerConfig
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

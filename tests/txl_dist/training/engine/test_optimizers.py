@@ -17,7 +17,7 @@ from tests.support.plain_optimizers import newton_schulz_by_svd
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_spec, train, weights_at
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.tensors import load_model
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.training_config import OptimizerConfig
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import (

@@ -25,9 +25,8 @@ from data_pipeline.errors import ConfigError
 from txl_dist.errors import CheckpointError, PreemptedError
 
 if TYPE_CHECKING:
-    from data_pipeline.errors import Progress
     from data_pipeline.system.files import StagedDirectory
-    from data_pipeline.system.workers import Workers
+    from data_pipeline.system.workers import Progress, Workers
 
 
 def require_local(path: str) -> str:

@@ -17,7 +17,7 @@ rates, trained on random windows and scored with at least half a window before e
 
 Models are comparable only if each token has equally much text before it. So `--readings` scores the
 last model of each run (not of `gpt`) in several ways, with the CPU time of each: in segments of 64
-tokens with memories of 0 to 128, and in windows that overlap by half.
+tokens with memories of 0 to 512, and in windows that overlap by half.
 """
 
 import argparse
@@ -118,7 +118,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 RIVALS = {"gpt-1e-3": 1e-3, "gpt-3e-3": 3e-3}
 """Learning rates of the GPT."""
 SCORED_TOKENS = 200_000
-SEGMENT, MEMORIES, OVERLAPPING = 64, (0, 32, 64, 128), (64, 256)
+SEGMENT, MEMORIES, OVERLAPPING = 64, (0, 32, 64, 128, 256, 512), (64, 128, 256, 512)
 """Of `--readings`: tokens per segment, memories, and lengths of windows."""
 
 

@@ -1,7 +1,11 @@
 """Where the design stops scaling: communication, checkpoints and failures of a run on many GPUs.
 
     python benchmarks/scaling_limits.py CONFIG [k.e.y=value ...] --gpus 8,64,512 [--lanes-per-gpu 8]
-        [--node-gbit 3200] [--peak-tflops 989]
+        [--node-gbit 3200] [--peak-tflops 989] [--utilisation 0.361] [--keep 0.9]
+
+With --keep, only the smallest steps in which a GPU computes for that share of the time, by number
+of GPUs, ZeRO stage and overlap. --utilisation is the share of the peak that was measured for steps
+of the model on one GPU.
 
 Everything follows from sizes and from assumed machines, links and storage, which are options, and
 constants of this file and of `collective_times.py`; docs/scaling.md shows the result for one
@@ -25,7 +29,6 @@ from dataclasses import dataclass
 
 from collective_times import Links, StepTime, collectives_of_step, step_time
 
-from data_pipeline.system.strict import MAX_MANIFEST_BYTES
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run
@@ -53,6 +56,8 @@ POINTS_PER_LINE = 12
 POINTS_PER_SECOND = 100.0
 """Rate that a tracking server handles easily; an assumption."""
 LARGEST_SEARCHED = 2**20
+MOST_ROWS = 2048
+"""Of one GPU, searched by --keep."""
 # Bytes of the JSON entries of a manifest without their numbers and names, as `manifest_bytes`
 # indents them.
 SLICE_BYTES = 55
@@ -187,13 +192,6 @@ def limits_of_run(
     """
     limits = [
         Limit(
-            name="checkpoint manifest",
-            unit="bytes",
-            threshold=MAX_MANIFEST_BYTES,
-            advice="a larger one is refused when it is read; ZeRO 1 and 2 cut few parameters",
-            value=manifest_bytes,
-        ),
-        Limit(
             name="heartbeat files, operations",
             unit="per second",
             threshold=FILE_OPERATIONS_PER_SECOND,
@@ -268,12 +266,13 @@ class ScaledRun:
         *,
         lanes_per_gpu: int | None,
         peak_tflops: float,
+        utilisation: float = UTILISATION,
         links: Links,
     ) -> None:
         self.config = with_data(config)
         self.lanes_per_gpu, self.links = lanes_per_gpu, links
         self.model = dry_run(self.config, micro_batch_rows=1, device="cuda")
-        self.flops_per_second = peak_tflops * 1e12 * UTILISATION
+        self.flops_per_second = peak_tflops * 1e12 * utilisation
         self.flops_per_token = flops_per_token(self.config)
 
     def num_rows(self, gpus: int) -> int:
@@ -348,16 +347,23 @@ def main() -> None:
     parser.add_argument("--gpus", default="8,64,512")
     parser.add_argument("--lanes-per-gpu", type=int)
     parser.add_argument("--node-gbit", type=float, default=Links().node_gbit)
+    parser.add_argument("--intra-node-gbit", type=float, default=Links().intra_node_gbit)
     parser.add_argument("--peak-tflops", type=float)
+    parser.add_argument("--utilisation", type=float, default=UTILISATION)
+    parser.add_argument("--keep", type=float, help="share of a step that is computation")
     words = parser.parse_args()
     config = load_run_config(words.config, words.overrides)
     run = ScaledRun(
         config,
         lanes_per_gpu=words.lanes_per_gpu,
         peak_tflops=words.peak_tflops or A100_TFLOPS[config.precision],
-        links=Links(node_gbit=words.node_gbit),
+        utilisation=words.utilisation,
+        links=Links(node_gbit=words.node_gbit, intra_node_gbit=words.intra_node_gbit),
     )
     numbers = [int(word) for word in words.gpus.split(",")]
+    if words.keep:
+        print_steps_that_keep(run, words.keep, numbers)
+        return
     scales = [run.scale(gpus) for gpus in numbers]
     print_row("GPUs", map(str, numbers))
     print_row("step, seconds", (f"{each.step.total:.3g}" for each in scales))
@@ -375,6 +381,36 @@ def main() -> None:
             print(
                 f"  above {limit.threshold:g} from {limit.first_ranks:,} ranks on: {limit.advice}"
             )
+
+
+def print_steps_that_keep(run: ScaledRun, share: float, numbers: list[int]) -> None:
+    """Rows per GPU of the smallest step that computes for `share` of its time, and its tokens."""
+    settings = run.config.deepspeed
+    for stage, overlap in ((0, False), (1, False), (1, True), (2, False), (3, True)):
+        zero = {"zero_optimization": {"overlap_comm": overlap}} if stage else {}
+        run.config = run.config.model_copy(
+            update={"deepspeed": settings.model_copy(update={"zero_stage": stage, "extra": zero})}
+        )
+        cells = []
+        for gpus in numbers:
+            rows = fewest_rows(run, share, gpus)
+            tokens = rows * gpus * run.config.data.tgt_len / 1e6
+            cells.append(f"{rows} ({tokens:,.2f} M)" if rows <= MOST_ROWS else "none")
+        print_row(f"stage {stage}{', overlap' * overlap}", (f"{cell:>18}" for cell in cells))
+
+
+def fewest_rows(run: ScaledRun, share: float, gpus: int) -> int:
+    """The fewest rows per GPU with which a step computes for `share` of its time.
+
+    More rows make the share larger, except where they begin one more micro-batch, so each number is
+    tried.
+    """
+    for rows in range(1, MOST_ROWS + 1):
+        run.lanes_per_gpu = rows
+        step = run.step(gpus)
+        if step.compute >= share * step.total:
+            return rows
+    return MOST_ROWS + 1
 
 
 def print_row(label: str, cells: Iterable[str]) -> None:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib import import_module
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -244,3 +246,23 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert "typer" in loaded, "the output of -X importtime was parsed"
     # Typer imports pydantic for the arguments of a command, but not for the list of commands.
     assert not top_levels(loaded) & (HEAVY | ({"pydantic"} if arguments == ["--help"] else set()))
+
+
+def scripts() -> list[str]:
+    folders = ("benchmarks", "examples", "tests/gpu", "tests/support", "docs/site")
+    return [
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_scripts_import_what_exists(script: str) -> None:
+    # Most of them run rarely, or need a GPU: nothing else would find a name that has moved.
+    for node in ast.walk(ast.parse((ROOT / script).read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ALLOWED:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found = hasattr(import_module(node.module), alias.name) or find_spec(name)
+                assert found, f"{script} imports {name}"

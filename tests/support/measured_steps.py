@@ -7,7 +7,9 @@ allocator's reserve, whose size says nothing about the run.
 
 import gc
 import math
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from txl_dist.estimate.dry_run import LiveBytes
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.world import World
+from txl_dist.training.batches import DeviceBatch
 from txl_dist.training.engine import create_engine
 from txl_dist.training.step import TrainStep
 
@@ -32,6 +35,8 @@ class MeasuredSteps:
     peak_bytes: int
     """Peak over all tensors: weights, optimizer state, buffers, activations. The smallest one of
     the steps after the first, because slow reductions hold their tensors longer."""
+    step_seconds: list[float]
+    """Of the steps after the first."""
 
 
 class PeakBytes(LiveBytes):
@@ -50,9 +55,13 @@ class PeakBytes(LiveBytes):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-def measure_steps(config: RunConfig, world: World) -> MeasuredSteps:
-    """Run steps of `config`, whose vocabulary must be set. Collective."""
-    with PeakBytes() as live:
+def measure_steps(config: RunConfig, world: World, *, count_bytes: bool = True) -> MeasuredSteps:
+    """Run steps of `config`, whose vocabulary must be set. Collective.
+
+    Counting bytes makes steps slower; without it `peak_bytes` is 0.
+    """
+    live = PeakBytes()
+    with live if count_bytes else nullcontext():
         return _measure(config, world, live)
 
 
@@ -79,15 +88,19 @@ def _measure(config: RunConfig, world: World, live: PeakBytes) -> MeasuredSteps:
         micro_batch_rows=micro_batch_rows,
     )
     peaks: list[int] = []
+    seconds: list[float] = []
     for number, batch in enumerate(_batches(config, rows, world.rank), start=1):
         gc.collect()  # cycles keep parts of the last step until Python happens to look for them
         world.barrier()
         live.reset_peak()
-        step.update(step.compute(batch, step=number), lr=1e-3, check=lambda *_: None)
+        start = time.perf_counter()
+        step.update(step.compute(DeviceBatch.of(batch, world.device), step=number), lr=1e-3, check=lambda *_: None)
         peaks.append(live.peak_bytes)
+        seconds.append(time.perf_counter() - start)
     return MeasuredSteps(
         num_parameters=sum(math.prod(shape) for shape in engine.shapes.values()),
         peak_bytes=min(peaks[1:]),
+        step_seconds=seconds[1:],
     )
 
 

@@ -1,12 +1,12 @@
 """How well `collective_times.py` predicts a step over a slow link: two ranks on two hosts.
 
-    sudo python -m benchmarks.shaped_link [--mbit 1000,300,100] [--repeats 3]
+    sudo python -m benchmarks.shaped_link [--mbit 300,100,30] [--repeats 3]
 
 `scaling_limits.py` computes with the same functions. The hosts are network namespaces with one rank
 each, and the kernel's token bucket filter limits what each of them sends (`tc tbf`). The time of
-computation is that of the same steps without a limit. Communication is predicted from the sizes of the parameters, the
-rate, and the headers of TCP, IP and Ethernet. On CPUs nothing overlaps, so the two add up. Measured
-seconds are the median over all steps of the repeats, which alternate with steps without a limit.
+computation is that of the same steps without a limit. Communication is predicted from the sizes of
+the parameters, the rate, and the headers of TCP, IP and Ethernet. On CPUs nothing overlaps, so the
+two add up. Measured seconds are medians over the steps of all repeats; the rates alternate.
 
 Fails if a prediction is off by more than 15 %.
 """
@@ -24,7 +24,6 @@ from pathlib import Path
 
 from tests.support.hosts import Host, two_hosts
 from tests.support.measured_steps import measure_steps
-
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import ZeroSettings
@@ -45,7 +44,7 @@ PAYLOAD_SHARE = 1448 / 1514
 def main() -> None:
     """Measure at every rate, print the table; exit 1 if a row exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", default="1000,300,100")
+    parser.add_argument("--mbit", default="300,100,30")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -64,7 +63,7 @@ def main() -> None:
 def print_table(seconds: dict[int | None, dict[int, list[float]]]) -> float:
     """The table, and the largest error."""
     worst = 0.0
-    print("| link, Mbit/s | ZeRO stage | computation, s | predicted, s | measured, s | predicted / measured |")
+    print("| link, Mbit/s | ZeRO stage | computation, s | predicted, s | measured, s | ratio |")
     print("|--:|--:|--:|--:|--:|--:|")
     for mbit, stages in seconds.items():
         for stage, steps in stages.items():

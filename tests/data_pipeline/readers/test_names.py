@@ -44,6 +44,14 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], dict[str, str], dict[str, int]]] = {
         {"books/10.txt": "one", "books/9.txt": "two"},
         {"metadata.csv": 1},
     ),
+    "WikiExtractor": (
+        {
+            "AA/wiki_00": lines({"id": "1", "text": "one"}, {"id": "2", "text": "two"}),
+            "AB/wiki_00": lines({"id": "3", "text": "three"}),
+        },
+        {"AA/wiki_00:1": "one", "AA/wiki_00:2": "two", "AB/wiki_00:1": "three"},
+        {},
+    ),
     "unfinished files and marks of programs": (
         {
             "train/part-0.txt": b"one",

@@ -215,7 +215,11 @@ class _Nodes:
     """The live nodes of the connected cluster, and the findings about calls that failed."""
 
     def __init__(self) -> None:
-        nodes = live_nodes()
+        import ray
+
+        # That of this process first, as in the comparison of versions: Ray's order is any.
+        own = ray.get_runtime_context().get_node_id()
+        nodes = sorted(live_nodes(), key=lambda node: node["NodeID"] != own)
         hosts = Counter(node["NodeManagerAddress"] for node in nodes)
         self.ids: dict[str, str] = {}
         """By name: the address, unless several nodes have it."""

@@ -5,7 +5,7 @@
 Each check yields findings, or raises an error, which becomes a problem (`run_checks`). A file
 system or a server that does not respond can block a thread without limit, so each check has a
 daemon thread, which is abandoned after the limit and does not keep the process alive. On a cluster,
-cluster/doctor.py runs the checks on every node, and compares them.
+cluster/nodes.py runs the checks on every node, and compares them.
 """
 
 import contextlib

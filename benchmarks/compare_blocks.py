@@ -54,6 +54,7 @@ from txl_dist import (
     open_tokenizer,
     write_exported,
 )
+from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.training.engine.optimizers import create_optimizer
 from txl_dist.training.step import lr_at
 
@@ -111,6 +112,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "modern/quickstart", "model.mem_len=256", "data.tgt_len=128", "data.lanes_per_step=16",
     ),
     "segments-256": ("modern/quickstart", "data.tgt_len=256", "data.lanes_per_step=8"),
+    **{
+        f"{recipe}-{stream}": (*settings, "precision=bf16", f"training.memory_dtype={dtype}")
+        for recipe, settings in {
+            "modern": ("modern/quickstart",), "paper": ("quickstart", *SAME_DATA),
+        }.items()
+        for stream, dtype in (("bf16", "fp32"), ("bf16-stream", "bf16"))
+    },
     "rate-12e-3": ("modern/quickstart", "optimizer.lr=12e-3"),
     "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
 }  # fmt: skip
@@ -248,7 +256,8 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
     segments = iter(stream)
     model, optimizer = model_and_optimizer(config, manifest.vocab_size, seed)
     rows, turns = config.data.rows, config.data.num_turns
-    memories = [model.empty_memory(rows) for _ in range(turns)]
+    dtype = TORCH_DTYPE[config.training.memory_dtype]
+    memories = [model.empty_memory(rows, dtype=dtype) for _ in range(turns)]
     clipping, segment = config.optimizer.gradient_clipping, None
 
     def step(number: int) -> float:
@@ -262,7 +271,8 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
         parts = (segment.input, segment.target, segment.age)
         input_BT, target_BT, age_BT = (torch.from_numpy(part[turn::turns]) for part in parts)
         num_segments, memory = config.training.backprop_segments, memories[turn]
-        nats_BT, memories[turn] = model(input_BT, target_BT, age_BT, memory, None, num_segments)
+        with autocast(config.precision, torch.device("cpu")):
+            nats_BT, memories[turn] = model(input_BT, target_BT, age_BT, memory, None, num_segments)
         update(model, optimizer, nats_BT.sum() / (target_BT >= 0).sum(), clipping)
         return time.thread_time() - start
 

@@ -201,7 +201,8 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = False
     """Compute each layer's activations again in backward: fewer bytes, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
+    """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states. With
+    `precision: bf16` the layers then also add up in bf16: the residual stream has this dtype."""
 
 
 EVENT_STEPS = 1000

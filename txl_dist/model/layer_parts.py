@@ -25,8 +25,15 @@ from txl_dist.model.encodings import rotated
 
 def new_norm(config: ModelConfig) -> nn.Module:
     """A norm of the config's kind over D."""
-    kind = RmsNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    kind = RmsNorm if config.norm == "rmsnorm" else LayerNorm
     return kind(config.d_model, eps=config.norm_epsilon)
+
+
+class LayerNorm(nn.LayerNorm):
+    """forward(x) -> the norm in the dtype of `x`, for which autocast would give fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
 
 
 class RmsNorm(nn.Module):

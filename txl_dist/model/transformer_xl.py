@@ -176,7 +176,10 @@ class TransformerXL(nn.Module):
             dropout_masks = DeviceDropoutMasks()
         if dropout_masks is not None:
             dropout_masks = on_device(dropout_masks, self.weight.device)
-        x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
+        x_BTD = self.embed(input_BT)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            x_BTD = x_BTD.to(memory.residual_dtype or x_BTD.dtype)
+        x_BTD = self.embedding_dropout(x_BTD, dropout_masks)
         read_age_BT = age_BT
         if self.added_tokens is not None:
             x_BTD, read_age_BT = self.added_tokens(x_BTD, age_BT, memory)
@@ -217,7 +220,7 @@ class TransformerXL(nn.Module):
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
-        # An encoder under autocast gives bf16; the residual stream and the memory stay fp32.
+        # An encoder under autocast gives bf16.
         is_vectors = input_BT.is_floating_point()
         x_BTD = input_BT.to(self.weight.dtype) if is_vectors else self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.

@@ -12,6 +12,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL
 
+TOKENS = {"memory": "recurrent+tokens", "memory_tokens": 2}
 OPTIONS = [
     {},
     {"pre_lnorm": True},
@@ -77,6 +78,30 @@ def expected_distribution(name: str) -> tuple[float, float]:
     if name.endswith("norm.weight"):
         return 1.0, 0.02
     return 0.0, 0.0 if name.endswith((".bias", "cluster_bias")) else 0.02
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}, MODERN["modern"], TOKENS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast_the_residual_stream_has_the_dtype_of_the_memory(
+    options: dict, dtype: torch.dtype
+) -> None:
+    model = small_model(n_layer=3, dropout=0.1, **options).float()
+    text_BN = random_text(2, 4)
+    streams, gradients = [], []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, inputs, output: streams.extend((inputs[0], output)))
+        layer.register_full_backward_hook(lambda _, inputs, outputs: gradients.extend(outputs))
+    memory, age_BT = model.empty_memory(2, dtype=dtype), torch.full((2, 3), 5)
+    for is_cast, expected in ((True, dtype), (False, torch.float32)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            nats_BT, after = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)
+        nats_BT.sum().backward()
+        assert {x.dtype for x in (*streams, *gradients)} == {expected}
+        assert nats_BT.dtype == torch.float32
+        assert [x.dtype for x in after.tensors().values()] == [
+            x.dtype for x in memory.tensors().values()
+        ]
+        streams.clear(), gradients.clear()
 
 
 def test_every_parameter_is_drawn_as_in_the_original() -> None:

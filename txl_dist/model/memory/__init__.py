@@ -54,6 +54,14 @@ class SequenceState(ABC):
         """The tokens before the segment of which attention may see something, in any layer."""
         return self.num_past
 
+    @property
+    def residual_dtype(self) -> torch.dtype | None:
+        """That of the residual stream under autocast; None: that of the weights.
+
+        A memory in bf16 holds what the layers have added up in bf16.
+        """
+        return None
+
     def reach(self, age_BT: Tensor) -> Tensor:
         """How many keys before itself a query of this age may see; more than M are all [B, T].
 

@@ -69,6 +69,10 @@ class RecurrentMemory(SequenceState):
         """Tokens per lane and layer, including the zeros before the start of a stream."""
         return tuple(layer.shape[1] for layer in self.layers)
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        return self.layers[0].dtype
+
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         """The memory of a layer with the dtype of its input; itself if it has that."""
         return self.layers[number].to(x_BTD.dtype)

@@ -77,6 +77,10 @@ class TokensState(SequenceState):
     def num_pasts(self) -> tuple[int, ...]:
         return self.recurrent.num_pasts
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        return self.recurrent.residual_dtype
+
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.recurrent.past(number, x_BTD)
 

@@ -75,9 +75,9 @@ def autocast(
     """The context in which the model runs: with bf16 only matrix products are computed in bf16.
 
     Disabled for fp32. Parameters, optimizer state and losses are fp32 in either precision, so
-    checkpoints are the same; the residual stream has the dtype of the memory. DeepSpeed applies its own autocast in training
-    (`training/engine/deepspeed_setup.py`) and disables any other around its engine; evaluation and
-    generation use this one. See docs/decisions/0006-bf16-by-autocast.md.
+    checkpoints are the same; the residual stream has the dtype of the memory. DeepSpeed applies its
+    own autocast in training (`training/engine/deepspeed_setup.py`) and disables any other around
+    its engine; evaluation and generation use this one. See docs/decisions/0006-bf16-by-autocast.md.
 
     `cache_enabled`: whether a weight is cast once per context, and not once per operation.
     """

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import ConfigError, count_bytes, counting_bytes
+from data_pipeline.errors import ConfigError
 from data_pipeline.preparation.documents import RECORDS
 from data_pipeline.shards.data_commands import push_dataset
 from data_pipeline.shards.shard_files import FrameCache
+from data_pipeline.system.sources import count_bytes, counting_bytes
 from data_pipeline.system.workers import InProcess
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server, txl  # noqa: F401
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare

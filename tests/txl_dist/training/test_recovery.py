@@ -213,8 +213,8 @@ class RefuseSave:
 
         def refuse(save: Any, snapshot: Any) -> None:
             is_first = not trainer.state.divergence.num_rollbacks
-            if (save.step, save.rank, is_first) == (self.step, self.rank, True):
-                raise DivergedError(f"weights of step {save.step} are not finite")
+            if (save.state["step"], save.rank, is_first) == (self.step, self.rank, True):
+                raise DivergedError(f"weights of step {save.state['step']} are not finite")
             write(save, snapshot)
 
         trainer.saver._write = refuse  # type: ignore[method-assign]

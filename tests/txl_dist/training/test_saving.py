@@ -164,7 +164,7 @@ def train_with_slow_disk(world: World, spec: TrainSpec, rank: int) -> tuple[int,
 
     def write_late(checkpoints: Checkpoints, save: Save, snapshot: Snapshot) -> None:
         deadline = time.monotonic() + 60
-        while save.rank == rank and trainers[0].state.step < min(20, save.step + 3):
+        while save.rank == rank and trainers[0].state.step < min(20, save.state["step"] + 3):
             assert time.monotonic() < deadline, "the loop waits for the save"
             time.sleep(0.001)
         write_part(checkpoints, save, snapshot)

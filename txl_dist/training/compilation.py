@@ -13,13 +13,17 @@ step. They are recorded in the first step, when DeepSpeed has given the paramete
 and again if an address or a shape changes.
 
 A CUDA graph reads its inputs from, and writes its results to, memory of its own, which the next
-micro-batch overwrites. So inputs are copied, except parameters. Memories that a model returns are
-copies in any case (`SequenceState.after`), and so are gradients that autograd accumulates.
+micro-batch overwrites. So inputs are copied, except parameters: what all layers read (masks,
+distances) once, and only if it has changed, the memories of a graph by one operation. Gradients of
+parameters are copied by one operation per graph, too. Memories that a model returns are copies in
+any case (`SequenceState.after`).
 
 Not `torch.cuda.make_graphed_callables`: it does not allow other threads to use CUDA while it
 records, as NCCL's does, and it copies what one graph passes to the next.
 """
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,6 +169,7 @@ class RecordedLayers:
         self._model = model
         self._key: object = None
         self._groups: list[LayerGroup] = []
+        self._own = OwnInputs()
 
     def __call__(
         self, x_BTD: Tensor, pasts: Iterable[Any], contexts: Sequence[SegmentContext]
@@ -179,20 +184,23 @@ class RecordedLayers:
         inputs = [
             (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers]))) for layers in ranges
         ]
-        kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tree_leaves(inputs)]
+        leaves = tree_leaves(inputs)
+        kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in leaves]
+        same = _first_places(leaves)
         addresses = [x.data_ptr() for x in parameters]
         device = x_BTD.device.type
-        key = kinds, addresses, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device)
+        key = kinds, same, addresses, torch.is_autocast_enabled(device), dtype
         if key != self._key:
-            self._groups, self._key = [], None  # before others take memory
+            self._groups, self._key, self._own = [], None, OwnInputs()  # before others take memory
             self._groups = [
-                LayerGroup(self._model, layers, contexts[layers], each)
+                LayerGroup(self._model, layers, contexts[layers], each, self._own)
                 for layers, each in zip(ranges, inputs, strict=True)
             ]
             # Without the cache: a cast that it keeps would be read by every replay, and layers that
             # are not compiled (TORCH_COMPILE_DISABLE=1) would train on the weights of this step.
             with torch.autocast(
-                device, key[-1], enabled=torch.is_autocast_enabled(device), cache_enabled=False
+                device, dtype, enabled=torch.is_autocast_enabled(device), cache_enabled=False
             ):
                 _record(self._groups)
             self._key = key
@@ -201,6 +209,46 @@ class RecordedLayers:
             x_BTD = group(x_BTD, *others)
             hidden += group.hidden
         return [*hidden, x_BTD]
+
+
+class OwnInputs:
+    """The tensors from which graphs read what has no gradient. Groups of layers share them."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, Tensor] = {}
+        """By the identity of the tensor with which the graphs are recorded."""
+        self._newest: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """By the identity of the own tensor: what it has a copy of, in which version."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """The own tensor of an input. A recording keeps its inputs alive."""
+        if x.requires_grad:
+            return x.detach().clone().requires_grad_()
+        if id(x) not in self._own:
+            self._own[id(x)] = x.clone()
+        return self._own[id(x)]
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy (own, new) where `new` is another tensor or has changed since the last copy."""
+        by_dtype = defaultdict(list)
+        for own, new in pairs:
+            known, version = self._newest.get(id(own), (None, -1))
+            if own.data_ptr() == new.data_ptr() or (
+                known is not None and known() is new and version == new._version
+            ):
+                continue
+            if not own.requires_grad:
+                self._newest[id(own)] = weakref.ref(new), new._version
+            by_dtype[own.dtype].append((own.detach(), new.detach()))
+        for same in by_dtype.values():
+            owns, news = zip(*same, strict=True)
+            torch._foreach_copy_(owns, news)
+
+
+def _first_places(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor the place of the first one that is the same object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(x), place) for place, x in enumerate(tensors)]
 
 
 class LayerGroup:
@@ -217,21 +265,29 @@ class LayerGroup:
         layers: slice,
         contexts: Sequence[SegmentContext],
         inputs: tuple[Any, ...],
+        own: OwnInputs,
     ) -> None:
         self._model, self._start, self._contexts = model, layers.start, contexts
+        self.own = own
         self.parameters = _parameters(model, model.layers[layers])
         self._own_leaves = [nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters]
         leaves, self._structure = tree_flatten(inputs)
-        self.inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
-        """Where the graph reads its inputs."""
+        places = _first_places(leaves)
+        self._distinct = sorted(set(places))
+        self._numbers = [self._distinct.index(place) for place in places]
+        self.inputs = [own.of(leaves[place]) for place in self._distinct]
+        """Where the graph reads its inputs, each tensor once."""
 
     def __call__(self, *inputs: Any) -> Tensor:
-        output_BTD: Tensor = _Replay.apply(self, *tree_leaves(inputs), *self.parameters)
+        leaves = tree_leaves(inputs)
+        distinct = [leaves[place] for place in self._distinct]
+        output_BTD: Tensor = _Replay.apply(self, *distinct, *self.parameters)
         return output_BTD
 
     def forward(self) -> None:
         """Compute the layers from `self.inputs`."""
-        x_BTD, pasts, tensors = tree_unflatten(self.inputs, self._structure)
+        leaves = [self.inputs[number] for number in self._numbers]
+        x_BTD, pasts, tensors = tree_unflatten(leaves, self._structure)
         model = self._model
         with _exchanged(model, self.parameters, self._own_leaves):
             contexts = [
@@ -268,10 +324,7 @@ class _Replay(Function):
     def forward(ctx: Any, group: LayerGroup, *tensors: Tensor) -> Tensor:
         group.num_replays += 1
         ctx.group, ctx.number = group, group.num_replays
-        pairs = list(zip(group.inputs, tensors, strict=False))  # parameters are where they were
-        pairs = [(own, new) for own, new in pairs if own.data_ptr() != new.data_ptr()]
-        for own, new in pairs:
-            own.copy_(new)
+        group.own.copy(zip(group.inputs, tensors, strict=False))  # parameters are where they were
         group.replay_forward()
         return group.output_BTD.detach()
 
@@ -288,8 +341,15 @@ class _Replay(Function):
         if d_output_BTD.data_ptr() != group.d_output_BTD.data_ptr():
             group.d_output_BTD.copy_(d_output_BTD)
         group.replay_backward()
-        # Autograd copies gradients to which there are references, as here, before it keeps them.
-        return (None, *group.gradients)
+        num_inputs = len(group.inputs)
+        of_inputs, gradients = group.gradients[:num_inputs], group.gradients[num_inputs:]
+        present = [x for x in gradients if x is not None]
+        if present and all(parameter.grad is None for parameter in group.parameters):
+            # Autograd copies gradients to which there are references, one by one, before it keeps
+            # them. It keeps these.
+            copies = iter(torch._foreach_mul(present, 1.0))
+            gradients = [None if x is None else next(copies) for x in gradients]
+        return (None, *of_inputs, *gradients)
 
 
 @contextmanager

@@ -149,7 +149,12 @@ def test_groups_have_the_results_of_layers_in_turn(
 
 @pytest.mark.parametrize(
     ("frozen", "num_recordings"),
-    [(["hidden"], 4), (["hidden", "embedding"], 4), (["hidden", "embedding", "other"], 0)],
+    [
+        (["hidden"], 4),
+        (["hidden", "embedding"], 4),
+        (["hidden", "other"], 4),
+        (["hidden", "embedding", "other"], 0),
+    ],
 )
 def test_frozen_parts_have_no_gradients(
     frozen: list[Role], num_recordings: int, recordings: Recordings
@@ -265,3 +270,41 @@ def test_only_the_step_touches_gradients_of_parameters(recordings: Recordings) -
     nats_BT.sum().backward()
     assert sorted(calls) == sorted(map(id, before))
     assert all(x is y for x, y in zip(model.layers.parameters(), before, strict=True))
+
+
+def test_a_step_copies_what_layers_share_once(
+    recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each copy is an operation that the host starts: of small models it is the limit."""
+    copied: list[list[Tensor]] = []
+    cloned: list[list[Tensor]] = []
+
+    def spy(name: str, calls: list[list[Tensor]]) -> None:
+        function = getattr(torch, name)
+
+        def called(tensors: Any, *others: Any) -> Any:
+            calls.append(list(tensors))
+            return function(tensors, *others)
+
+        monkeypatch.setattr(torch, name, called)
+
+    spy("_foreach_copy_", copied)
+    spy("_foreach_mul", cloned)
+    shared = []
+    for num_layers in (4, 12):
+        model, kept = model_of(num_layers, dropout=0.2), []
+        for number, _ in enumerate(steps(model, has_masks=True)):
+            num_tensors = sum(map(len, copied))
+            if number:  # the first step records; x of the first group, and a memory for each layer
+                shared.append(num_tensors - 1 - num_layers)
+            assert len(cloned) == num_layers // 4, "one operation for the gradients of a graph"
+            gradients = {name: x.grad for name, x in model.named_parameters()}
+            kept.append((gradients, {name: x.clone() for name, x in gradients.items()}))
+            model.zero_grad(set_to_none=True)
+            copied.clear(), cloned.clear()
+        for gradients, expected in kept:
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)  # no later step's
+    assert len(set(shared)) == 1, "as many of 12 layers as of 4"
+    assert shared[0] == 4, (
+        "reach and mask of the ages, numbers of the masks, distances after dropout"
+    )

@@ -94,6 +94,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
     "no-qk-norm": ("modern/quickstart", "model.qk_norm=false"),
     "2-heads-of-keys": ("modern/quickstart", "model.n_kv_head=2"),
+    "2-heads": ("modern/quickstart", "model.n_head=2", "model.d_head=64"),
     "unscaled": ("modern/quickstart", "model.scale_embedding=false"),
     "relu2": ("modern/quickstart", "model.feed_forward=relu2", "model.d_inner=512"),
     "relu": ("modern/quickstart", "model.feed_forward=relu", "model.d_inner=512"),

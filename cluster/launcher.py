@@ -28,7 +28,8 @@ from cluster.nodes import ClusterMonitor, check_cluster_nodes, choose_resource, 
 from cluster.rank_group import RayRankGroup
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
-from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
+from txl_dist.launch.launcher import Launcher
+from txl_dist.launch.rank_group import RankGroup, RankRange
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:

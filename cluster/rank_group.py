@@ -41,7 +41,7 @@ from cluster.nodes import (
 )
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
-from txl_dist.launch.launcher import (
+from txl_dist.launch.rank_group import (
     Event,
     NodeLost,
     Preempted,

@@ -79,7 +79,8 @@ def train(
     Example: txl train quickstart --ranks 2 training.num_steps=500
     """
     from data_pipeline.shards import require_manifest
-    from txl_dist.launch.launcher import RankRange, find_launcher
+    from txl_dist.launch.launcher import find_launcher
+    from txl_dist.launch.rank_group import RankRange
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.origin import check_origin, load_run_config
     from txl_dist.training.spec import RunDirectory, TrainSpec

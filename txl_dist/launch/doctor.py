@@ -29,7 +29,6 @@ from typing import Literal
 
 import psutil
 
-import txl_dist
 from data_pipeline.errors import counted, printable
 from data_pipeline.system.files import try_lock, write_file
 from data_pipeline.system.sources import shown
@@ -168,7 +167,7 @@ def installed_versions() -> dict[str, str]:
 
 def pinned_versions() -> dict[str, str]:
     """Return the versions of LIBRARIES in `constraints.txt`, which a wheel has in the package."""
-    package = Path(txl_dist.__file__).parent
+    package = Path(__file__).parents[1]
     is_wheel = (package / "constraints.txt").is_file()
     path = (package if is_wheel else package.parent) / "constraints.txt"
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", path.read_text("utf-8")))

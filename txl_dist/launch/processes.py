@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
-from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp
+from txl_dist.launch.launcher import Launcher
+from txl_dist.launch.rank_group import Event, RankEnded, RankRange, RanksUp
 from txl_dist.runtime.process import free_port, num_gpus, without_torchrun
 from txl_dist.training.spec import RunDirectory, TrainSpec
 

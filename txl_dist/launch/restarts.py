@@ -14,7 +14,7 @@ from data_pipeline.errors import counted
 from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
-from txl_dist.launch.launcher import RankEnded, RankRange
+from txl_dist.launch.rank_group import RankEnded, RankRange
 from txl_dist.training.spec import RunDirectory
 
 MAX_DELAY_SECONDS = 60.0

@@ -27,7 +27,7 @@ from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.events import EventLog, parse_event
-from txl_dist.launch.launcher import (
+from txl_dist.launch.rank_group import (
     Event,
     NodeLost,
     OnLine,

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -162,17 +162,18 @@ class Tracker(Protocol):
 
 
 MAX_POINTS = 1000
+GROUP, OURS = "txl.trackers", "txl_dist.tracking.mlflow_tracker:MlflowTracker"
+"""Entry points by the scheme of the address, and the tracker of any other address."""
 
 
 def open_tracker(uri: str | None, run_dir: Path) -> Tracker:
     """The tracker of a `TrackingRequest` or `TrackingState`. Raises UnavailableError."""
     server = server_of(uri, run_dir)
-    for entry in entry_points(group="txl.trackers", name=server.partition("://")[0]):
+    for entry in entry_points(group=GROUP, name=server.partition("://")[0]):
         tracker: Tracker = entry.load()(server, run_dir)
         return tracker
-    from txl_dist.tracking.mlflow_tracker import MlflowTracker
-
-    return MlflowTracker(server)
+    ours: Tracker = EntryPoint("mlflow", OURS, GROUP).load()(server)
+    return ours
 
 
 class _JsonFile(BaseModel):

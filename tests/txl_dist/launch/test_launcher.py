@@ -4,8 +4,9 @@ import pytest
 
 from cluster.launcher import RayLauncher
 from txl_dist.errors import ConfigError
-from txl_dist.launch.launcher import RankRange, find_launcher
+from txl_dist.launch.launcher import find_launcher
 from txl_dist.launch.processes import ProcessLauncher
+from txl_dist.launch.rank_group import RankRange
 
 
 def test_a_launcher_is_found_by_name() -> None:

@@ -21,7 +21,8 @@ from tests.support.commands import run_txl
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec
 from txl_dist.errors import PreemptedError
 from txl_dist.launch import launcher as module
-from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp, find_launcher
+from txl_dist.launch.launcher import Launcher, find_launcher
+from txl_dist.launch.rank_group import Event, RankEnded, RankRange, RanksUp
 from txl_dist.training.spec import RunDirectory, TrainSpec
 
 RANK = """

@@ -17,7 +17,7 @@ from txl_dist.errors import (
     TxlError,
     UnreadableError,
 )
-from txl_dist.launch.launcher import RankEnded, RankRange
+from txl_dist.launch.rank_group import RankEnded, RankRange
 from txl_dist.launch.restarts import (
     MAX_DELAY_SECONDS,
     MAX_NODE_LOSSES,

@@ -17,9 +17,9 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
 from txl_dist.launch import restarts
 from txl_dist.launch import supervise as module
-from txl_dist.launch.launcher import (
+from txl_dist.launch.launcher import Launcher
+from txl_dist.launch.rank_group import (
     Event,
-    Launcher,
     NodeLost,
     Preempted,
     RankEnded,

@@ -1,6 +1,7 @@
 """Training steps of the shipped models on one GPU: tokens/s, MFU and peak memory, as Markdown.
 
     python benchmarks/gpu.py [--models nvidia-base,wt103-base] [--compile without_graphs]
+        [--seconds 600]
 
 A step is a micro-batch as training computes it, without DeepSpeed: dropout by lane, forward under
 autocast, backward, clipping and fused AdamW, with a full memory and targets whose frequencies fall
@@ -13,8 +14,9 @@ the engine and the optimizer of the config, and one read per step.
 against two peaks: that of the data sheet, and the fastest square product measured on the same
 machine in the same dtype. If a model does not fit in memory, its number of lanes is halved.
 
-The sizes are those of configs/paper, configs/nvidia and configs/modern. `num_lanes` is the batch
-that was published for one GPU of several.
+The sizes are those of configs/paper, configs/nvidia and configs/modern, with the lanes that were
+published for one GPU of several, and (`NAME-LANES`) with as many as fit one of 80 GB. Beside each
+MFU are its goal and what was measured last. Without a GPU the table has only these.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
 https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModeling/Transformer-XL
@@ -23,6 +25,7 @@ https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModel
 import argparse
 import gc
 import itertools
+import math
 import platform
 import statistics
 import sys
@@ -56,10 +59,12 @@ WARM_UP_STEPS = 5
 """Kernels are compiled, and the allocator takes its GPU memory."""
 
 HEADER = (
-    "| model | attention | lanes x tokens | ms per step | in training | tokens/s "
-    "| MFU, data sheet | goal | MFU, measured peak | peak GiB |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| model | attention | lanes x tokens | ms per step | in training | its speed, goal 0.93 "
+    "| tokens/s | MFU, data sheet | goal | on 2026-11-26 | MFU, measured peak | peak GiB |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
+LAST_MEASURED = "2026-11-26"
+"""On one H100; docs/experiments/gpus.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +76,8 @@ class BenchModel:
     num_lanes: int
     mfu_goal: float | None = None
     """Goal of this project on one H100, against its data sheet."""
+    last_mfu: float | None = None
+    """That of LAST_MEASURED."""
     run: RunConfig | None = None
     """Engine and optimizer of the steps in training; None: these are not measured."""
 
@@ -81,17 +88,25 @@ class PublishedModel(NamedTuple):
     config: str
     vocab_size: int
     num_lanes: int
-    mfu_goal: float | None = None
+    mfu_goal: float
+    last_mfu: float | None = None
 
 
 MODELS = {
-    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32, 0.25),
-    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60, 0.25),
-    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32, 0.40),
-    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22, 0.30),
-    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16, 0.40),
-    "modern-125m": PublishedModel("modern/125m", 32_768, 16),
-    "modern-350m": PublishedModel("modern/350m", 32_768, 16),
+    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32, 0.19, 0.126),
+    "nvidia-base-256": PublishedModel("nvidia/wt103-base", 267_735, 256, 0.27),
+    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60, 0.14, 0.080),
+    "wt103-base-240": PublishedModel("paper/wt103-base", 267_735, 240, 0.20),
+    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32, 0.34, 0.268),
+    "wt103-large-96": PublishedModel("paper/wt103-large", 267_735, 96, 0.36),
+    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22, 0.26, 0.177),
+    "enwik8-base-88": PublishedModel("paper/enwik8-base", 204, 88, 0.30),
+    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16, 0.36, 0.280),
+    "enwik8-large-32": PublishedModel("paper/enwik8-large", 204, 32, 0.37),
+    "modern-125m": PublishedModel("modern/125m", 32_768, 16, 0.37, 0.285),
+    "modern-125m-64": PublishedModel("modern/125m", 32_768, 64, 0.40),
+    "modern-350m": PublishedModel("modern/350m", 32_768, 16, 0.44, 0.361),
+    "modern-350m-48": PublishedModel("modern/350m", 32_768, 48, 0.46),
 }
 """By name, in the order of the table."""
 
@@ -105,6 +120,7 @@ def load_model(name: str) -> BenchModel:
         tgt_len=config.data.tgt_len,
         num_lanes=published.num_lanes,
         mfu_goal=published.mfu_goal,
+        last_mfu=published.last_mfu,
         run=config,
     )
 
@@ -159,6 +175,7 @@ class GpuRow:
     """None if the data sheet of the device is not known."""
     mfu_measured: float | None = None
     mfu_goal: float | None = None
+    last_mfu: float | None = None
     peak_gib: float | None = None
     """Most GPU memory that tensors took."""
     note: str = ""
@@ -193,7 +210,7 @@ def measured_row(
     kernel = choose_implementation(config, settings.device, with_dropout=config.dropatt > 0).name
     row = GpuRow(
         model=name, attention=attention, kernel=kernel, num_lanes=model.num_lanes,
-        tgt_len=model.tgt_len, mfu_goal=model.mfu_goal,
+        tgt_len=model.tgt_len, mfu_goal=model.mfu_goal, last_mfu=model.last_mfu,
     )  # fmt: skip
     while True:
         try:
@@ -311,6 +328,7 @@ def device_name(device: torch.device) -> str:
 
 
 def table_row(row: GpuRow) -> str:
+    speed = row.step_ms / row.training_step_ms if row.step_ms and row.training_step_ms else None
     same = row.attention == row.kernel
     attention = row.attention if same else f"{row.attention} ({row.kernel})"
     cells = [
@@ -319,9 +337,11 @@ def table_row(row: GpuRow) -> str:
         f"{row.num_lanes} x {row.tgt_len}",
         _number(row.step_ms, ".1f"),
         _number(row.training_step_ms, ".1f"),
+        _number(speed, ".2f"),
         _number(row.tokens_per_second, ",.0f"),
         _number(row.mfu_data_sheet, ".3f"),
         _number(row.mfu_goal, ".2f"),
+        _number(row.last_mfu, ".3f"),
         _number(row.mfu_measured, ".3f"),
         _number(row.peak_gib, ".1f"),
     ]
@@ -339,6 +359,7 @@ def main() -> None:
     parser.add_argument("--attention", type=lambda text: text.split(","), default=["auto"])
     parser.add_argument("--precision", choices=TORCH_DTYPE, default="bf16")
     parser.add_argument("--rounds", type=int, default=10, help="the medians of them count")
+    parser.add_argument("--seconds", type=float, default=600, help="no row begins after them")
     parser.add_argument(
         "--compile", choices=("true", "without_graphs", "false"), default="true",
         help="the setting training.compile",
@@ -347,7 +368,8 @@ def main() -> None:
     if unknown := set(chosen.models) - set(MODELS):
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     if not torch.cuda.is_available():
-        print("skipped: torch finds no GPU on this machine; `txl doctor` shows what is installed")
+        print("torch finds no GPU on this machine; `txl doctor` shows what is installed\n")
+        print_last(chosen.models)
         return
     device = torch.device("cuda", torch.cuda.current_device())
     settings = Settings(
@@ -363,19 +385,42 @@ def main() -> None:
         ),
     )
     models = {name: load_model(name) for name in chosen.models}
-    print_rows(models, chosen.attention, settings)
+    print_rows(models, chosen.attention, settings, seconds=chosen.seconds)
+
+
+def print_last(names: Sequence[str]) -> None:
+    """The goals, and what was measured last."""
+    print("| model | lanes x tokens | MFU | goal |\n|---|---|---|---|")
+    for name in names:
+        model = load_model(name)
+        last = _number(model.last_mfu, ".3f")
+        mfu = (
+            f"not measured since {LAST_MEASURED}: {last}" if model.last_mfu else "not measured yet"
+        )
+        print(f"| {name} | {model.num_lanes} x {model.tgt_len} | {mfu} | {model.mfu_goal:.2f} |")
 
 
 def print_rows(
-    models: Mapping[str, BenchModel], attention: Sequence[str], settings: Settings
+    models: Mapping[str, BenchModel],
+    attention: Sequence[str],
+    settings: Settings,
+    *,
+    seconds: float = math.inf,
 ) -> None:
-    """Print the machine and the table; notes about single rows go to the error output."""
+    """Print the machine and the table; notes about single rows go to the error output.
+
+    After `seconds` no other row begins.
+    """
+    end = time.monotonic() + seconds
     peak_flops = measured_peak(settings)
     machine = machine_line(
         settings.device, peak_flops=peak_flops, sheet_flops=settings.data_sheet_flops
     )
     print(f"{machine}\n\n{HEADER}", flush=True)
     for (name, model), implementation in itertools.product(models.items(), attention):
+        if time.monotonic() > end:
+            print(f"{name}, {implementation}: not begun within {seconds:.0f} s", file=sys.stderr)
+            continue
         row = measured_row(name, model, implementation, settings, peak_flops)
         print(table_row(row), flush=True)
         if row.note:

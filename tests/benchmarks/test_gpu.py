@@ -51,7 +51,10 @@ def small(gpu: ModuleType) -> tuple[Any, Any]:
 def test_every_published_model_is_loaded(gpu: ModuleType) -> None:
     for name, published in gpu.MODELS.items():
         model = gpu.load_model(name)
-        assert (model.num_lanes, model.mfu_goal) == (published.num_lanes, published.mfu_goal)
+        assert (model.num_lanes, *published[3:]) == (
+            published.num_lanes, model.mfu_goal, model.last_mfu,
+        )  # fmt: skip
+        assert name.removesuffix(f"-{published.num_lanes}") in gpu.MODELS
         assert model.config.vocab_size == published.vocab_size
         assert model.tgt_len == model.run.data.tgt_len
 
@@ -115,10 +118,23 @@ def test_a_model_that_cannot_run_is_a_note_of_its_row(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_says_so_and_what_was_measured_last(gpu: ModuleType) -> None:
     command = [sys.executable, f"{FOLDER}/gpu.py"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "no GPU" in result.stdout
+    for name in gpu.MODELS:
+        (row,) = (line for line in result.stdout.splitlines() if line.startswith(f"| {name} |"))
+        assert "| not measured " in row
+
+
+def test_no_row_begins_after_the_time_limit(
+    gpu: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, settings = small(gpu)
+    gpu.print_rows({"small": model}, ["cpu"], settings, seconds=-1)
+    printed = capsys.readouterr()
+    assert printed.out.endswith(f"{gpu.HEADER}\n")
+    assert printed.err.startswith("small, cpu: not begun")
 
 
 def test_the_data_sheet_is_found_by_the_name_of_the_device(gpu: ModuleType) -> None:

@@ -55,7 +55,7 @@ def test_every_difference_of_a_host_is_named_and_two_equal_hosts_are_fine(tmp_pa
     shared, private, code = tmp_path / "shared", tmp_path / "private", tmp_path / "code.py"
     for directory in (shared, private):
         directory.mkdir()
-    module = ROOT / "txl_dist" / "doctor" / "__init__.py"
+    module = ROOT / "txl_dist" / "launch" / "__init__.py"
     code.write_text(module.read_text() + "# changed\n")
     mounts = other_mounts(
         f"mount -t tmpfs tmpfs {private}",

@@ -16,6 +16,7 @@ from data_pipeline.shards.manifest import load_manifest
 from tests.data_pipeline.conftest import corpus, txl  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import texts_of
 from tests.support.commands import run_txl
+from tests.support.commands import txl as run_command
 
 REPOSITORY = Path(__file__).parents[3]
 PAGE = REPOSITORY / "docs" / "how_to" / "prepare_token_ids.md"
@@ -179,14 +180,14 @@ def test_the_example_with_music_works_as_printed(
     page = PAGE.read_text("utf-8")
     (melodies,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     prepare, others = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    commands = [prepare.replace("\\\n", ""), *others.splitlines()]
+    lines = [prepare.replace("\\\n", ""), *others.splitlines()]
     monkeypatch.chdir(tmp_path)
     exec(melodies, {})
     shown = {}
-    for command in commands:
-        name, *words = shlex.split(command)
+    for line in lines:
+        name, *words = shlex.split(line)
         assert name == "txl"
-        ended = commands.txl(*words, cwd=tmp_path, timeout_seconds=280)
+        ended = run_command(*words, cwd=tmp_path, timeout_seconds=280)
         assert ended.returncode == 0, ended.stderr
         shown[words[0]] = ended.stdout
     assert "Bar Pitch_" in shown["data"]

@@ -73,7 +73,7 @@ def test_activations_are_those_of_a_real_step(option: str) -> None:
         {},
         {"model": {"cutoffs": (100, 300), "div_val": 2, "tie_projs": (False, True, True)}},
         {"model": {"tie_weight": False, "distance_encoding": "shaw", "clamp_len": 5}},
-        {"optimizer": {"name": "muon", "averaging": "ema"}},
+        {"optimizer": {"name": "muon", "averaging": "asgd"}},
     ],
 )
 def test_parameters_and_states_are_those_of_the_real_model(options: dict[str, Any]) -> None:

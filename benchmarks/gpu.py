@@ -15,8 +15,8 @@ against two peaks: that of the data sheet, and the fastest square product measur
 machine in the same dtype. If a model does not fit in memory, its number of lanes is halved.
 
 The sizes are those of configs/paper, configs/nvidia and configs/modern, with the lanes that were
-published for one GPU of several, and (`NAME-LANES`) with as many as fit one of 80 GB. Beside each
-MFU are its goal and what was measured last. Without a GPU the table has only these.
+published for one GPU of several, and in rows NAME-LANES with as many as fit on one of 80 GB.
+Beside each MFU are its goal and what was measured last. Without a GPU the table has only these.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
 https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModeling/Transformer-XL
@@ -80,6 +80,11 @@ class BenchModel:
     """That of LAST_MEASURED."""
     run: RunConfig | None = None
     """Engine and optimizer of the steps in training; None: these are not measured."""
+
+    @property
+    def memory_dtype(self) -> torch.dtype:
+        """That of the config, also of the residual stream."""
+        return TORCH_DTYPE[self.run.training.memory_dtype if self.run else "fp32"]
 
 
 class PublishedModel(NamedTuple):
@@ -238,6 +243,7 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
         precision=settings.precision,
         compiled=settings.compile,
         cuda_graphs=settings.cuda_graphs,
+        memory_dtype=model.memory_dtype,
     )
     seconds = _median_seconds(step, settings)
     peak_gib = torch.cuda.max_memory_allocated(settings.device) / 2**30 if is_gpu else None
@@ -276,7 +282,7 @@ def _step_of_a_run(row: GpuRow, model: BenchModel, settings: Settings) -> Callab
     run = model.run.model_copy(update={"precision": settings.precision})
     step = TrainStep(
         create_engine(network, run, world, **shape), world, lanes_in_turns=[lanes], seed=0,
-        byte_counts_V=np.ones(config.num_ids), **shape,
+        byte_counts_V=np.ones(config.num_ids), memory_dtype=model.memory_dtype, **shape,
     )  # fmt: skip
     segment_shape = row.num_lanes, row.tgt_len
     input_BT, target_BT = (x.numpy() for x in zipf_segment(config.num_ids, segment_shape))

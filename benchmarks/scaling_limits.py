@@ -31,6 +31,7 @@ from collective_times import Links, StepTime, collectives_of_step, step_time
 
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
 from txl_dist.estimate.run_estimate import A100_TFLOPS, UTILISATION, flops_per_token, with_data
@@ -289,11 +290,15 @@ class ScaledRun:
             memory_elements_per_lane=shape.n_layer * shape.mem_len * shape.d_model,
         )
 
-    def step(self, gpus: int) -> StepTime:
-        config, rows = self.config, math.ceil(self.num_rows(gpus) / gpus)
+    def step(
+        self, gpus: int, *, rows: int | None = None, deepspeed: DeepSpeedConfig | None = None
+    ) -> StepTime:
+        """With the rows per GPU and the settings of DeepSpeed of the config, or with others."""
+        config = self.config
+        rows = rows or math.ceil(self.num_rows(gpus) / gpus)
         micro_batches = math.ceil(rows / min(rows, config.training.micro_batch_lanes or rows))
         flops = rows * config.data.tgt_len * self.flops_per_token
-        zero = ZeroSettings.of(config.deepspeed, num_ranks=gpus, on_gpu=True)
+        zero = ZeroSettings.of(deepspeed or config.deepspeed, num_ranks=gpus, on_gpu=True)
         return step_time(
             list(collectives_of_step(self.model, zero, num_micro_batches=micro_batches)),
             compute_seconds=flops / self.flops_per_second,
@@ -385,29 +390,25 @@ def main() -> None:
 
 def print_steps_that_keep(run: ScaledRun, share: float, numbers: list[int]) -> None:
     """Rows per GPU of the smallest step that computes for `share` of its time, and its tokens."""
-    settings = run.config.deepspeed
     for stage, overlap in ((0, False), (1, False), (1, True), (2, False), (3, True)):
         zero = {"zero_optimization": {"overlap_comm": overlap}} if stage else {}
-        run.config = run.config.model_copy(
-            update={"deepspeed": settings.model_copy(update={"zero_stage": stage, "extra": zero})}
-        )
+        deepspeed = DeepSpeedConfig(zero_stage=stage, extra=zero)
         cells = []
         for gpus in numbers:
-            rows = fewest_rows(run, share, gpus)
+            rows = fewest_rows(run, share, gpus, deepspeed)
             tokens = rows * gpus * run.config.data.tgt_len / 1e6
             cells.append(f"{rows} ({tokens:,.2f} M)" if rows <= MOST_ROWS else "none")
         print_row(f"stage {stage}{', overlap' * overlap}", (f"{cell:>18}" for cell in cells))
 
 
-def fewest_rows(run: ScaledRun, share: float, gpus: int) -> int:
+def fewest_rows(run: ScaledRun, share: float, gpus: int, deepspeed: DeepSpeedConfig) -> int:
     """The fewest rows per GPU with which a step computes for `share` of its time.
 
     More rows make the share larger, except where they begin one more micro-batch, so each number is
     tried.
     """
     for rows in range(1, MOST_ROWS + 1):
-        run.lanes_per_gpu = rows
-        step = run.step(gpus)
+        step = run.step(gpus, rows=rows, deepspeed=deepspeed)
         if step.compute >= share * step.total:
             return rows
     return MOST_ROWS + 1

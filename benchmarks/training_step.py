@@ -35,6 +35,7 @@ class TrainingStep:
         precision: Precision = "fp32",
         compiled: bool = False,
         cuda_graphs: bool = False,
+        memory_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._device, self._precision, self._lanes = device, precision, range(num_lanes)
         self._model = TransformerXL(config).to(device)
@@ -43,7 +44,7 @@ class TrainingStep:
         if cuda_graphs:
             record_layers(self._model, device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        self._memory = self._model.empty_memory(num_lanes)
+        self._memory = self._model.empty_memory(num_lanes, dtype=memory_dtype)
         self._number = 0
         input_BT, self._target_BT = zipf_segment(config.num_ids, (num_lanes, tgt_len))
         self._input_BT = to_device(input_BT.contiguous(), device)

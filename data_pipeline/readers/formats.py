@@ -18,8 +18,8 @@ decides by
 The kinds `lines` and `blank_lines` are never chosen automatically. In a folder or pattern,
 `--format jsonl` reads the files that auto would read as jsonl.
 
-`--format ids` decides by the `suffixes` of `ID_FORMATS`, for .bin files by an index of Megatron-LM
-beside the file (`ids.py`), and for .json files by the first bytes.
+`--format ids` decides by the `suffixes` of `ID_FORMATS`, for .bin files by whether the same
+directory has Megatron-LM's index of it (`ids.py`), and for .json files by the first bytes.
 """
 
 import contextlib

@@ -43,7 +43,9 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(_OTHERS)
 }
-"""The byte that each character of byte-level tokens stands for: itself if it is printable."""
+"""Character in the tokens of a byte-level BPE -> the byte that it stands for.
+
+A printable byte has its own character."""
 
 
 class GigatokenEncoder:

@@ -41,7 +41,7 @@ from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMask
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import Visibility
-from txl_dist.runtime.device import autocast
+from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.runtime.world import World
 
 # Shapes: B lanes, T segment tokens, D d_model
@@ -70,7 +70,8 @@ def compile_layers(
     compile_model(model, device)
     # A forward and backward of zeros, with the shapes, types and precision of training, or the
     # first step would compile again.
-    shape, memory = (len(lanes), config.data.tgt_len), model.empty_memory(len(lanes))
+    shape, dtype = (len(lanes), config.data.tgt_len), TORCH_DTYPE[config.training.memory_dtype]
+    memory = model.empty_memory(len(lanes), dtype=dtype)
     token_BT = torch.zeros(shape, dtype=torch.int64, device=device)
     age_BT = torch.zeros(shape, dtype=torch.int32, device=device)
     masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)

@@ -89,12 +89,19 @@ NINE_LAYERS = "model.n_layer=9"
 """More than torch compiles variants of one function."""
 
 
+BF16 = ("precision=bf16", "training.memory_dtype=bf16")
+BF16_TOLERANCE, BF16_NORM_TOLERANCE = 1e-3, 1e-2
+"""Compiled code keeps in fp32 what single operations round to bf16, which has 8 bits: losses
+differed by 7.5e-5."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         (NINE_LAYERS, *DROPOUT),
         (NINE_LAYERS, "model.attention=triton", "training.num_steps=5"),
+        BF16,
     ],
     ids=str,
 )
@@ -107,11 +114,14 @@ def test_compiled_layers_have_the_same_trajectory_and_are_compiled_before_the_fi
     spec = tiny_spec(dataset, compiled, *settings, COMPILE)
     [(at_start, at_end)] = ranks(1).run(train_and_count_graphs, spec)
     assert 0 < at_start == at_end < 9
-    assert losses(compiled) == pytest.approx(losses(eager), rel=TOLERANCE)
+    is_bf16 = options is BF16
+    tolerance = BF16_TOLERANCE if is_bf16 else TOLERANCE
+    assert losses(compiled) == pytest.approx(losses(eager), rel=tolerance)
     eager_norms, norms = (
         [line["gradient_norm"] for line in metrics(run)] for run in (eager, compiled)
     )
-    assert norms == pytest.approx(eager_norms, rel=NORM_TOLERANCE)
+    tolerance = BF16_NORM_TOLERANCE if is_bf16 else NORM_TOLERANCE
+    assert norms == pytest.approx(eager_norms, rel=tolerance)
 
 
 @pytest.mark.parametrize(("d_inner", "is_aligned"), [(16, True), (7, False)])

@@ -219,7 +219,16 @@ class GpuLaneDropoutMasks:
         return type(self)(torch.cat([key_2, self.numbers[2:]]))
 
     def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
-        return torch.ops.txl_dist.lane_dropout_scale(*self._mask(dropout), x.shape, x.dtype)
+        if not torch.compiler.is_compiling():
+            return torch.ops.txl_dist.lane_dropout_scale(*self._mask(dropout), x.shape, x.dtype)
+        # In compiled code, kernels that use a mask unpack its bits, in backward again: only these
+        # are stored. For that, they are int16, and each place has a range of its own: torch would
+        # store what follows from a tensor that is used twice, or from int64.
+        words, factor = self.keep_bits(x, dropout)
+        start = 16 * _PLACES[dropout.place]
+        place_16 = torch.arange(start, start + 16, dtype=torch.int16, device=words.device)
+        bits = (words[..., None] >> (place_16 - start)) & 1
+        return bits.flatten(-2)[..., : x.shape[-1]].to(x.dtype) * factor
 
     def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
         words = torch.ops.txl_dist.lane_dropout_bits(*self._mask(dropout), x.shape)

@@ -4,6 +4,7 @@ Those by lane of (seed, step, lane, layer, place), from numpy and, in Triton's i
 Triton's kernels. Those of a model without masks of (seed, segment, layer, place).
 """
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, get_args
@@ -13,6 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_compiler
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.testing import assert_close
 
 from tests.support.keep_bits import unpack
@@ -291,3 +296,41 @@ def test_an_empty_tensor_needs_no_kernel(kernel: None) -> None:
     )
     x = torch.empty(2, 0, 4)
     assert masks.scale(x, Dropout(0.1, layer=0, place="inner")).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("num_channels", [48, 50])
+def test_compiled_layers_store_the_bits_of_a_mask(kernel: None, num_channels: int) -> None:
+    """For backward, of the masks of attention and feed-forward, and compute what others do."""
+    masks = GpuLaneDropoutMasks.of(
+        LaneDropoutMasks(seed=3, step=5, lanes=[0, 7]), torch.device("cpu")
+    )
+    stored: list[torch.fx.Node] = []
+
+    def forward_code(code: torch.fx.GraphModule, inputs: Any) -> Any:
+        stored.extend(code.graph.output_node().args[0])  # type: ignore[arg-type]
+        return code
+
+    results = []
+    for compiles in (False, True):
+        model = small_model(d_model=num_channels, n_layer=1, dropout=0.3, attention="reference")
+        if compiles:
+            backend = aot_autograd(
+                fw_compiler=make_boxed_compiler(forward_code),
+                bw_compiler=make_boxed_compiler(lambda code, _: code),
+                partition_fn=min_cut_rematerialization_partition,
+                decompositions=select_decomp_table(),
+            )
+            model.compute_layer = torch.compile(model.compute_layer, backend=backend)
+        text = random_text(2, 3)
+        age_BT = torch.arange(3).expand(2, -1)
+        nats_BT, _ = model(text, text, age_BT, model.empty_memory(2), masks)
+        nats_BT.sum().backward()
+        results.append([nats_BT, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert_close(*results, rtol=1e-12, atol=1e-12)
+    shapes = [
+        (str(node.target).split(".")[1], tuple(node.meta["val"].shape))
+        for node in stored
+        if node is not None and "lane_dropout" in str(node.target)
+    ]
+    bits = "lane_dropout_bits", (2, 3, math.ceil(num_channels / 16))
+    assert sorted(shapes) == [bits, bits, ("lane_dropout_relu", (2, 3, 7))]

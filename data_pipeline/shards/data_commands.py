@@ -98,7 +98,7 @@ def verify_dataset(
 
 def _extra_files(manifest: ShardManifest, names: Iterable[str]) -> list[str]:
     """Names of shards and indexes that are not in the manifest, sorted."""
-    extra = {*names} - manifest.shard_files.keys()
+    extra = {*names}.difference(manifest.file_names())
     return sorted(name for name in extra if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)))
 
 

@@ -313,7 +313,7 @@ class DatasetHeader(StrictModel):
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     """Number of token ids."""
     end_of_document: Count
-    """The token id that ends every document."""
+    """The token id that begins every document."""
     dtype: Literal["uint16", "uint32"]
     """In which the shards store token ids: uint16 up to 65,536 ids."""
     settings: PrepareSettings
@@ -376,14 +376,10 @@ class ShardManifest(DatasetHeader):
         """The shards of all splits, in the manifest's order."""
         return [shard for entry in self.splits.values() for shard in entry.shards]
 
-    @property
-    def shard_files(self) -> dict[str, tuple[int, str]]:
-        """(bytes, sha256) of every shard and index of the dataset, by file name."""
-        return {name: facts for shard in self.shards for name, facts in shard.files.items()}
-
     def file_names(self) -> list[str]:
         """Every file of the dataset, in a fixed order."""
-        return [MANIFEST_NAME, TOKENIZER_NAME, *sorted(self.shard_files)]
+        files = sorted(name for shard in self.shards for name in shard.files)
+        return [MANIFEST_NAME, TOKENIZER_NAME, *files]
 
 
 def load_manifest(directory: str | DatasetPath) -> ShardManifest:

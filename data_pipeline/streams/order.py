@@ -115,7 +115,7 @@ class EpochOrder:
     """The order of one epoch over one split: whole blocks, permuted. Build with `of`.
 
     Positions are those of the tokens in the blocks so ordered, "in the text". With pieces, the
-    epoch reads other positions: `pieces_of_group` has them.
+    epoch reads other positions: `pieces` has them.
     """
 
     seed: int
@@ -160,25 +160,21 @@ class EpochOrder:
         # By the block's number, so the result does not depend on where the epoch has the block.
         return self.ordering.documents(self.seed, self.epoch, block, num_ids=num_documents)
 
-    def group(self, position: int) -> Range:
-        """The positions [start, stop) of the pieces that are shuffled together with `position`."""
-        assert self.ordering.piece_len, "the order has no pieces"
-        group_tokens = max(1, GROUP_TOKENS // self.ordering.piece_len) * self.ordering.piece_len
-        start = position // group_tokens * group_tokens
-        return start, min(start + group_tokens, self.num_tokens)
-
-    def pieces_of_group(self, group: Range) -> list[Range]:
-        """The pieces of a group in reading order, each as its positions in the text.
+    def pieces(self, position: int) -> tuple[Range, list[Range]]:
+        """The group of pieces that has `position`, as its positions [start, stop), and these pieces
+        in reading order, each as its positions in the text.
 
         The epoch's last piece, which may be shorter, keeps its place: the others have a next token.
         """
         piece_len = self.ordering.piece_len
         assert piece_len, "the order has no pieces"
-        starts = np.arange(*group, piece_len)
-        num_shuffled = len(starts) - (group[1] == self.num_tokens)
-        order = hashed(self.seed, self.epoch, group[0], num_ids=num_shuffled)
-        starts[:num_shuffled] = starts[order]
-        return [(start, min(start + piece_len, group[1])) for start in starts.tolist()]
+        group_tokens = max(1, GROUP_TOKENS // piece_len) * piece_len
+        start = position // group_tokens * group_tokens
+        stop = min(start + group_tokens, self.num_tokens)
+        firsts = np.arange(start, stop, piece_len)
+        num_shuffled = len(firsts) - (stop == self.num_tokens)
+        firsts[:num_shuffled] = firsts[hashed(self.seed, self.epoch, start, num_ids=num_shuffled)]
+        return (start, stop), [(first, min(first + piece_len, stop)) for first in firsts.tolist()]
 
 
 # --- the unread part of an epoch ------------------------------------------------------------------

@@ -20,9 +20,6 @@ segment, and each reads the rows of the lanes whose turn it is.
 So the reading state of a run is a lane position and a turn: the lanes of earlier turns are one
 segment ahead of the others.
 
-The code of the paper lets a lane's memory continue into the next document (`reset: stream`). With
-`reset: document`, `age` limits attention to the current document.
-
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
 """
 
@@ -277,12 +274,10 @@ def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> TokenCh
 
 def _read_group(source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
     """The chunk of all pieces that are shuffled together with the one at `position`."""
-    start, stop = group = order.group(position)
+    (start, stop), pieces = order.pieces(position)
     text = replace(order, ordering=replace(order.ordering, piece_len=None))
     tokens, age, _ = LaneCursor().read(source, text, start, min(stop + 1, order.num_tokens))
-    place = np.concatenate(
-        [np.arange(first - start, end - start) for first, end in order.pieces_of_group(group)]
-    )
+    place = np.concatenate([np.arange(first - start, end - start) for first, end in pieces])
     following = tokens[np.minimum(place + 1, len(tokens) - 1)]
     return TokenChunk(order.epoch, start, stop, tokens[place], age[place], following)
 

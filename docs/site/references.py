@@ -19,7 +19,7 @@ from sources import ROOT
 from data_pipeline.shards.manifest import InputSummary, ShardEntry, ShardManifest, SplitEntry
 from txl_dist import errors
 from txl_dist.checkpoint.manifest import CheckpointManifest, ParameterEntry, Slice
-from txl_dist.config.removed import removed_list
+from txl_dist.config.removed import COMMANDS, SETTINGS
 from txl_dist.config.starting_file import documentation_of
 
 _MANIFESTS: dict[str, tuple[type[BaseModel], ...]] = {
@@ -40,6 +40,14 @@ def decision_list() -> str:
     for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
         title = path.read_text("utf-8").partition("\n")[0].lstrip("# ")
         lines.append(f"- [{title}]({path.name})")
+    return "\n".join(lines)
+
+
+def removed_list() -> str:
+    """What went, and what to use instead."""
+    lines = ["| removed | use instead |", "|---|---|"]
+    lines += [f"| `txl {words}` | {instead} |" for words, instead in COMMANDS.items()]
+    lines += [f"| `{name}` | {removed.instead} |" for name, removed in SETTINGS.items()]
     return "\n".join(lines)
 
 

@@ -5,8 +5,6 @@
             rank 0 waits for all lists, writes the manifest (`manifest.py`), renames the directory
             to step-NNNNNNNN, and lets LATEST point to it (`directory.py`);
             the checkpoint is copied to `training.checkpoint_url` in the background (`copies.py`)
-    newest  the checkpoint of the highest step: only the name of a directory decides
-    best    the checkpoint of the best score: BEST points to it
     prune   once a loss computed from the newest was accepted: removes older ones by `Retention`
     rewind  after a rollback: later checkpoints are superseded
     load    `tensors.py`: verifies the hash of every file, then reads any slice on any rank
@@ -22,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +74,7 @@ class Save:
     """Called often; raises an exception when the save has failed on another rank."""
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The checkpoints of a run: in its directory, and as copies at a URL if there is an uploader.
 
@@ -83,14 +82,9 @@ class Checkpoints:
     a newer attempt.
     """
 
-    def __init__(
-        self,
-        directory: CheckpointDirectory,
-        uploader: Uploader | None = None,
-        *,
-        retention: Retention = Retention(keep=1),  # noqa: B008 - frozen
-    ) -> None:
-        self.directory, self.uploader, self._retention = directory, uploader, retention
+    directory: CheckpointDirectory
+    uploader: Uploader | None = None
+    retention: Retention = field(default_factory=lambda: Retention(keep=1))
 
     def save(self, save: Save, snapshot: Snapshot, header: CheckpointHeader) -> Path | None:
         """Write the part of this rank; rank 0 publishes the checkpoint and returns its path.
@@ -141,7 +135,7 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove what is not kept. Copies are removed at the next upload."""
         with self.explained():
-            self.directory.prune(self._retention, best_step=self.directory.pointer("BEST"))
+            self.directory.prune(self.retention, best_step=self.directory.pointer("BEST"))
 
     def upload(self) -> None:
         """Copy what the URL lacks, in the background."""

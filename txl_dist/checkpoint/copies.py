@@ -4,7 +4,8 @@
     URL/LATEST                          for people and scripts
     URL/attempts/                       the attempts of the run; see `attempts.py`
     URL/metrics.jsonl, tracking.json, events.jsonl
-                                        of the run directory, at least up to the newest checkpoint
+                                        RUN_FILES, at least up to the newest checkpoint: metrics,
+                                        which MLflow run has them, and events
 
 The name of a copy contains the id of the save: an upload that was interrupted can never be
 completed with the files of another save of the same step.
@@ -44,8 +45,6 @@ from txl_dist.runtime.fault_injection import fault_point
 
 TRACKING_STATE = "tracking.json"  # of txl_dist/tracking, which imports this package
 RUN_FILES = ("metrics.jsonl", TRACKING_STATE, EVENTS)
-"""Files of the run directory that are copied: the metrics, which MLflow run has them, and the
-events."""
 RETRY_SECONDS = 5.0
 """Delay between two upload attempts at the end of a run, while the object storage fails."""
 CLOSE_SECONDS = 0.5
@@ -298,9 +297,8 @@ class Uploader:
             reason = getattr(error, "strerror", None) or str(error)
             self.failure = f"{type(error).__name__}: {printable(reason)}"
             log.warning(
-                "upload to %s | %s. Training continues, and the next checkpoint repeats the upload",
-                url,
-                self.failure,
+                f"upload to {url} | {self.failure}. Training continues, and the next checkpoint "
+                "repeats the upload"
             )
 
     def _update(self) -> None:

@@ -289,10 +289,8 @@ def _remove(path: Path) -> None:
         remove_directory(path)
     except OSError as error:  # no reason to stop training: the next start tries again
         log.warning(
-            "%s cannot be removed (%s); training continues. A process may have a file open there, "
-            "or permissions have changed",
-            path,
-            error.strerror,
+            f"{path} cannot be removed ({error.strerror}); training continues. A process may have "
+            "a file open there, or permissions have changed"
         )
 
 

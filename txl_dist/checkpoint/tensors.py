@@ -109,11 +109,13 @@ class Snapshot:
 
     def require_finite(self, *, step: int, rank: int) -> None:
         """Raises DivergedError naming the tensors that contain a NaN or an infinity."""
+        # Two calls without temporary arrays, and without the GIL: a call per block would interrupt
+        # the training thread each time. NaN is the minimum and maximum of any numbers with it.
         bad = [
             f"{kind} {name} (rank {rank})"
             for kind, arrays in self._tensors.items()
             for name, array in arrays.items()
-            if not _is_finite(array)
+            if array.size and not (np.isfinite(array.min()) and np.isfinite(array.max()))
         ]
         if bad:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
@@ -139,12 +141,6 @@ class Snapshot:
             lanes=tuple(sorted(self._lanes)),
             files=files,
         )
-
-
-def _is_finite(array: np.ndarray) -> bool:
-    # Two calls without temporary arrays, and without the GIL: a call per block would interrupt the
-    # training thread each time. NaN is the minimum and maximum of any numbers with it.
-    return array.size == 0 or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def _copy(tensor: Tensor) -> np.ndarray:

@@ -42,14 +42,13 @@ class Section(StrictModel):
         return [(name, redact_field(name or "", value)) for name, value in super().__repr_args__()]
 
 
-def wrong(*checks: tuple[bool, str]) -> list[str]:
-    """The messages of the checks whose condition holds."""
-    return [message for is_wrong, message in checks if is_wrong]
+Check = tuple[bool, str]
+"""Whether something is wrong, and the message about it."""
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise ValueError if there are any. `config_file.py` splits the lines of its message."""
-    if text := "\n".join(problems):
+def refuse(*checks: Check) -> None:
+    """Raise ValueError if anything is wrong. `config_file.py` splits the lines of its message."""
+    if text := "\n".join(message for is_wrong, message in checks if is_wrong):
         raise ValueError(text)
 
 

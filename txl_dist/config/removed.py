@@ -152,11 +152,3 @@ def without_removed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, 
         for name, value in settings.items()
         if (gone := SETTINGS.get(prefix + name)) is None or value not in gone.remaining
     }
-
-
-def removed_list() -> str:
-    """Markdown: what went, and what to use instead."""
-    lines = ["| removed | use instead |", "|---|---|"]
-    lines += [f"| `txl {words}` | {instead} |" for words, instead in COMMANDS.items()]
-    lines += [f"| `{name}` | {removed.instead} |" for name, removed in SETTINGS.items()]
-    return "\n".join(lines)

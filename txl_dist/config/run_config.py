@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data_pipeline.system.sources import is_url, shown
-from txl_dist.config.data_config import DataConfig, PathText, Section, refuse, wrong
+from txl_dist.config.data_config import DataConfig, PathText, Section, refuse
 from txl_dist.config.training_config import (
     DeepSpeedConfig,
     DivergenceConfig,
@@ -77,51 +77,48 @@ class RunConfig(Section):
         # Collect all contradictions, so that one correction is enough.
         rows, micro = self.data.rows, self.training.micro_batch_lanes
         segments = self.training.backprop_segments
-        problems = [
-            *self.optimizer.problems_with(num_steps=self.num_steps),
-            *self.optimizer.problems_at_stage(self.deepspeed.zero_stage),
-            *wrong(
-                (
-                    self.model.vocab_size is None,
-                    "model.vocab_size=null is a model of vectors, for a loop of your own; a run "
-                    "reads token ids: use 0, the vocabulary size of the data",
-                ),
-                (
-                    self.data.num_lanes % rows > 0,
-                    f"data.lanes_per_step={rows} does not divide data.num_lanes="
-                    f"{self.data.num_lanes}: every step reads as many lanes; use a multiple, or "
-                    "lanes_per_step=null",
-                ),
-                (
-                    micro is not None and micro > rows,
-                    f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
-                    "use null",
-                ),
-                (
-                    bool(self.training.compile) and self.deepspeed.zero_stage == 3,
-                    "training.compile is not supported at deepspeed.zero_stage=3: there DeepSpeed "
-                    "gathers weights in hooks inside the layers, which end every compiled graph; "
-                    "use stage 0, 1 or 2",
-                ),
-                (
-                    self.data.tgt_len % segments > 0,
-                    f"data.tgt_len={self.data.tgt_len} cannot be read as training."
-                    f"backprop_segments={segments} segments of equal length; use a multiple",
-                ),
-                (
-                    segments == 1 and self.model.memory_facts.adds_tokens,
-                    f"model.memory={self.model.memory} needs training.backprop_segments of at "
-                    "least 2: only the losses of later segments of a step train what a segment "
-                    "writes",
-                ),
-                (
-                    segments > 1 and not self.model.has_memory,
-                    "training.backprop_segments needs a memory, through which gradients pass: set "
-                    "model.mem_len to at least 1, or backprop_segments=1",
-                ),
+        refuse(
+            *self.optimizer.checks_with(num_steps=self.num_steps),
+            *self.optimizer.checks_at_stage(self.deepspeed.zero_stage),
+            (
+                self.model.vocab_size is None,
+                "model.vocab_size=null is a model of vectors, for a loop of your own; a run "
+                "reads token ids: use 0, the vocabulary size of the data",
             ),
-        ]
-        refuse(problems)
+            (
+                self.data.num_lanes % rows > 0,
+                f"data.lanes_per_step={rows} does not divide data.num_lanes="
+                f"{self.data.num_lanes}: every step reads as many lanes; use a multiple, or "
+                "lanes_per_step=null",
+            ),
+            (
+                micro is not None and micro > rows,
+                f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
+                "use null",
+            ),
+            (
+                bool(self.training.compile) and self.deepspeed.zero_stage == 3,
+                "training.compile is not supported at deepspeed.zero_stage=3: there DeepSpeed "
+                "gathers weights in hooks inside the layers, which end every compiled graph; "
+                "use stage 0, 1 or 2",
+            ),
+            (
+                self.data.tgt_len % segments > 0,
+                f"data.tgt_len={self.data.tgt_len} cannot be read as training."
+                f"backprop_segments={segments} segments of equal length; use a multiple",
+            ),
+            (
+                segments == 1 and self.model.memory_facts.adds_tokens,
+                f"model.memory={self.model.memory} needs training.backprop_segments of at "
+                "least 2: only the losses of later segments of a step train what a segment "
+                "writes",
+            ),
+            (
+                segments > 1 and not self.model.has_memory,
+                "training.backprop_segments needs a memory, through which gradients pass: set "
+                "model.mem_len to at least 1, or backprop_segments=1",
+            ),
+        )
         return self
 
     @property

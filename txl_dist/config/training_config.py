@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from txl_dist.config.data_config import Section, refuse, wrong
+from txl_dist.config.data_config import Check, Section, refuse
 
 SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 """Schedules that the training script of the paper also has."""
@@ -78,31 +78,29 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         refuse(
-            wrong(
-                (
-                    self.schedule == "wsd" and self.decay_steps is None,
-                    "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; "
-                    "a fifth of the run is usual",
-                ),
-                (
-                    self.schedule != "wsd" and self.decay_steps is not None,
-                    f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
-                    "remove it, or use schedule=wsd",
-                ),
-                (
-                    self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES,
-                    f"schedule={self.schedule} is not in the paper's code, so "
-                    "schedule_of_paper_code=true has no meaning; use "
-                    f"{', '.join(SCRIPT_SCHEDULES)}, or remove it",
-                ),
-            )
+            (
+                self.schedule == "wsd" and self.decay_steps is None,
+                "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; "
+                "a fifth of the run is usual",
+            ),
+            (
+                self.schedule != "wsd" and self.decay_steps is not None,
+                f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
+                "remove it, or use schedule=wsd",
+            ),
+            (
+                self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES,
+                f"schedule={self.schedule} is not in the paper's code, so "
+                "schedule_of_paper_code=true has no meaning; use "
+                f"{', '.join(SCRIPT_SCHEDULES)}, or remove it",
+            ),
         )
         return self
 
-    def problems_with(self, *, num_steps: int) -> list[str]:
-        """Messages about a schedule that does not fit into a run of `num_steps`."""
+    def checks_with(self, *, num_steps: int) -> tuple[Check, ...]:
+        """Whether the schedule fits into a run of `num_steps`."""
         warmup, decay = self.warmup_steps, self.decay_steps or 0
-        return wrong(
+        return (
             (
                 warmup > num_steps,
                 f"optimizer.warmup_steps={warmup} is longer than training.num_steps={num_steps}; "
@@ -124,10 +122,10 @@ class OptimizerConfig(Section):
             ),
         )
 
-    def problems_at_stage(self, zero_stage: int) -> list[str]:
-        """A message if the optimizer cannot run at this ZeRO stage."""
+    def checks_at_stage(self, zero_stage: int) -> tuple[Check, ...]:
+        """Whether the optimizer can run at this ZeRO stage."""
         at_stage = f"optimizer.name={self.name} at deepspeed.zero_stage={zero_stage}"
-        return wrong(
+        return (
             (
                 self.name == "lamb" and zero_stage > 0,
                 f"{at_stage} is not supported: LAMB needs the norms of whole parameters, and ZeRO "
@@ -319,28 +317,27 @@ class DeepSpeedConfig(Section):
         if not isinstance(zero, dict):
             raise ValueError(f"zero_optimization={zero!r} must be a mapping")
         refuse(
-            f"zero_optimization.{key} is not supported: {reason}; remove it"
-            for key, reason in REFUSED_ZERO_KEYS.items()
-            if key in zero
+            *(
+                (key in zero, f"zero_optimization.{key} is not supported: {reason}; remove it")
+                for key, reason in REFUSED_ZERO_KEYS.items()
+            )
         )
         return extra
 
     @model_validator(mode="after")
     def _reject_ignored_offload(self) -> Self:
         refuse(
-            wrong(
-                (
-                    self.offload == "optimizer" and self.zero_stage == 0,
-                    "offload=optimizer at zero_stage=0 would be ignored: there is no partition to "
-                    "move. Use zero_stage 1, 2 or 3",
-                ),
-                (
-                    self.offload == "parameters" and self.zero_stage < 3,
-                    f"offload=parameters at zero_stage={self.zero_stage} would be ignored: "
-                    "DeepSpeed moves parameters at stage 3 only. Use zero_stage=3, or "
-                    "offload=optimizer",
-                ),
-            )
+            (
+                self.offload == "optimizer" and self.zero_stage == 0,
+                "offload=optimizer at zero_stage=0 would be ignored: there is no partition to "
+                "move. Use zero_stage 1, 2 or 3",
+            ),
+            (
+                self.offload == "parameters" and self.zero_stage < 3,
+                f"offload=parameters at zero_stage={self.zero_stage} would be ignored: "
+                "DeepSpeed moves parameters at stage 3 only. Use zero_stage=3, or "
+                "offload=optimizer",
+            ),
         )
         return self
 

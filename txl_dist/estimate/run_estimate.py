@@ -157,7 +157,7 @@ def estimate_run(
             copies_to_reduce=not on_gpu,
         ).peak()
         for stage in STAGES
-        if not any(config.optimizer.problems_at_stage(stage))
+        if not any(is_wrong for is_wrong, _ in config.optimizer.checks_at_stage(stage))
     }
     # Recomputing is a second forward, a third of forward and backward.
     recompute = 4 / 3 if config.training.activation_checkpointing else 1.0

@@ -115,10 +115,8 @@ class FinishedScores:
                 write_file(path, lines)
         except OSError as error:
             log.warning(
-                "%s cannot be written (%s): if this evaluation is stopped, it starts again. Give "
-                "another directory with --out DIR",
-                path,
-                error.strerror,
+                f"{path} cannot be written ({error.strerror}): if this evaluation is stopped, it "
+                "starts again. Give another directory with --out DIR"
             )
             self.path = None
 
@@ -142,11 +140,8 @@ class FinishedScores:
                 damaged.append(line_number)
         if damaged:
             log.warning(
-                "%s is damaged or of another evaluation in %d lines (the first is line %d): their "
-                "chunks are scored again",
-                path,
-                len(damaged),
-                damaged[0],
+                f"{path} is damaged or of another evaluation in {len(damaged)} lines (the first is "
+                f"line {damaged[0]}): their chunks are scored again"
             )
 
     def _add_line(self, line: bytes) -> None:

@@ -358,7 +358,6 @@ def check_tracking(uri: str) -> Iterator[Finding]:
         )
 
 
-PROBE_PREFIX = ".txl-doctor-"
 FEW_BYTES = 10 * 2**30
 """Free space below which a run directory is noted."""
 LOCKS = "locks that are valid on all nodes, which refuse a second run in the same directory"
@@ -371,7 +370,7 @@ MOUNT_LOCKS = (
 def new_probe(run: str) -> Path:
     """Return the path of a new file in `run`, or in its nearest parent that exists."""
     directory = next(parent for parent in (Path(run), *Path(run).parents) if parent.exists())
-    return directory / f"{PROBE_PREFIX}{uuid.uuid4().hex}.tmp"
+    return directory / f".txl-doctor-{uuid.uuid4().hex}.tmp"
 
 
 def check_run_directory(run: str) -> Iterator[Finding]:

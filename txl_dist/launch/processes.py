@@ -59,7 +59,6 @@ class ProcessLauncher(Launcher):
         return ProcessWorkers(num_workers)
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
-        """Check this machine."""
         from txl_dist.launch.doctor import check_this_machine
 
         return check_this_machine(request)
@@ -83,8 +82,9 @@ class ProcessGroup:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port("127.0.0.1")),
         }
-        # The ranks share the cores of this machine.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+        # The ranks share the cores that Slurm, a container or taskset leaves this process.
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        environment.setdefault("OMP_NUM_THREADS", str(num_threads))
         for rank in range(num_ranks):
             with directory.log(rank).open("ab") as log:
                 process = subprocess.Popen(

@@ -130,7 +130,6 @@ class _NewLines:
         self._position = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[str]:
-        """The lines since the last call."""
         if not self._path.exists() or self._path.stat().st_size == self._position:
             return []
         with self._path.open("rb") as file:
@@ -150,8 +149,6 @@ class LaunchOutput:
         all ranks are up: 2 ranks   the process group exists
         the model is built          with the optimizer
         first batch                 then the first step begins
-
-    If no line was printed for STATUS_SECONDS, the launcher prints what it waits for.
     """
 
     def __init__(self, on_line: OnLine, directory: RunDirectory) -> None:

@@ -406,14 +406,9 @@ class CollectiveWatch:
     def _warn(self, name: str, *, seconds: float) -> None:
         others = self._peers.describe(self._activity.name)
         log.warning(
-            "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
-            "training.rank_timeout_seconds=%g%s",
-            self._activity.name,
-            self._rank,
-            seconds,
-            name,
-            self._limit_seconds,
-            f"; {others}" if others else "",
+            f"{self._activity.name} | rank {self._rank} has waited {seconds:.0f} s for the other "
+            f"ranks in {name}; the limit is training.rank_timeout_seconds={self._limit_seconds:g}"
+            f"{f'; {others}' if others else ''}"
         )
 
     def _beat(self, frames: StackFrames, name: str | None, *, seconds: float) -> None:

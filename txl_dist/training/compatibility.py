@@ -140,19 +140,18 @@ def check_config(
     old = {**default_settings(), **without_removed(old)}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
-        freezes = [key.startswith("optimizer.lr_factors.") and x == 0 for x in (before, after)]
         # A weight that is frozen has no states of the optimizer.
-        is_fixed = key in _FIXED or freezes[0] != freezes[1]
-        on_request = key.startswith(_ON_REQUEST) and not is_fixed
+        freezes = key.startswith("optimizer.lr_factors.") and 0 in (before, after)
         # `deepspeed.*` may change, except communication_data_type, which changes the numbers.
-        is_free = key.startswith(_FREE) and not on_request
-        if before == after or is_free or (on_request and key in allowed):
+        on_request = key.startswith(_ON_REQUEST) and not (key in _FIXED or freezes)
+        may_change = key in allowed if on_request else key.startswith(_FREE)
+        if before == after or may_change:
             continue
         remedy = "cannot change in a run; begin a new one in another directory"
-        if freezes[0] != freezes[1]:
-            remedy += f", from these weights: init_from={checkpoint}"
         if on_request:
             remedy = f"--allow-change {key}"
+        elif freezes:
+            remedy += f", from these weights: init_from={checkpoint}"
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")

@@ -97,7 +97,14 @@ class TrainingData:
         evaluation = _evaluation(config.evaluation.split, corpora)
         plan = phase.plan(tgt_len=config.data.tgt_len, num_turns=config.data.num_turns)
         plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
-        _require_segment_fits(plan, rows=config.data.rows)
+        if plan.tgt_len > plan.lane_tokens:
+            lanes, rows = lanes_for(plan.num_tokens, rows=config.data.rows, tgt_len=plan.tgt_len)
+            raise ConfigError(
+                f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
+                f"{plan.num_tokens:,} tokens, {plan.lane_tokens:,} for each of data.num_lanes="
+                f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, take "
+                f"data.num_lanes={lanes} and data.lanes_per_step={rows}, or prepare more text"
+            )
         if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
             raise ConfigError(
                 f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
@@ -128,17 +135,6 @@ class TrainingData:
         return mixed_source(phase, sources, ordering=config.data.ordering, seed=config.seed)
 
 
-def _require_segment_fits(plan: LanePlan, *, rows: int) -> None:
-    if plan.tgt_len > plan.lane_tokens:
-        lanes, rows = lanes_for(plan.num_tokens, rows=rows, tgt_len=plan.tgt_len)
-        raise ConfigError(
-            f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
-            f"{plan.num_tokens:,} tokens, {plan.lane_tokens:,} for each of data.num_lanes="
-            f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, take "
-            f"data.num_lanes={lanes} and data.lanes_per_step={rows}, or prepare more text"
-        )
-
-
 def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
     """Open the corpora of a config.
 
@@ -148,8 +144,8 @@ def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
         Corpus(name, dataset_path(entry.path), entry.weight, load_manifest(entry.path))
         for name, entry in data.corpora.items()
     )
-    first = corpora[0]
-    for number, corpus in enumerate(corpora):
+    first, named = corpora[0], dict[str, Corpus]()
+    for corpus in corpora:
         if changes := differences(first.tokenizer, corpus.tokenizer):
             raise DataError(
                 f"corpora {first.name!r} ({first.directory}) and {corpus.name!r} "
@@ -157,12 +153,12 @@ def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
                 "Prepare the second with the first one's tokenizer: txl prepare INPUT --out "
                 f"NEW_DIR --tokenizer {first.tokenizer.path}"
             )
-        for other in corpora[:number]:
-            if other.manifest.digest == corpus.manifest.digest:
-                raise DataError(
-                    f"data.mixture.{other.name} ({other.directory}) and {corpus.name} "
-                    f"({corpus.directory}) are the same data. Name it once, with both weights added"
-                )
+        other = named.setdefault(corpus.manifest.digest, corpus)
+        if other is not corpus:
+            raise DataError(
+                f"data.mixture.{other.name} ({other.directory}) and {corpus.name} "
+                f"({corpus.directory}) are the same data. Name it once, with both weights added"
+            )
     return corpora
 
 
@@ -172,21 +168,18 @@ def first_phase(corpora: Sequence[Corpus], *, num_lanes: int) -> Phase:
     Raises DataError for a corpus without tokens, ConfigError for weights so different that a corpus
     would get no token per epoch.
     """
-    for corpus in corpora:
-        if corpus.manifest.split(TRAIN_SPLIT, corpus.directory).tokens == 0:
+    entries = []
+    for each in corpora:
+        tokens = each.manifest.split(TRAIN_SPLIT, each.directory).tokens
+        if tokens == 0:
             raise DataError(
-                f"{corpus.directory}: split {TRAIN_SPLIT!r} is empty; leave the corpus out"
+                f"{each.directory}: split {TRAIN_SPLIT!r} is empty; leave the corpus out"
             )
-    entries = tuple(
-        CorpusEntry(
-            name=corpus.name,
-            digest=corpus.manifest.digest,
-            tokens=corpus.manifest.splits[TRAIN_SPLIT].tokens,
-            weight=corpus.weight,
+        digest = each.manifest.digest
+        entries.append(
+            CorpusEntry(name=each.name, digest=digest, tokens=tokens, weight=each.weight)
         )
-        for corpus in corpora
-    )
-    phase = Phase(corpora=entries, num_lanes=num_lanes)
+    phase = Phase(corpora=tuple(entries), num_lanes=num_lanes)
     # Also raises ConfigError here, before any rank is started.
     assert sum(phase.tokens_per_epoch.values()) == phase.num_tokens
     return phase

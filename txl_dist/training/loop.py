@@ -200,26 +200,22 @@ class Trainer:
             raise BadScoreError(score.reason)
         self.evaluation_is_pending = False
         # The file first: if this process is killed now, the next start writes the line.
-        table = self.scores
-        gain = self.step.world.broadcast(table and table.add(score))
-        self._announce(score, gain)
+        gain = self.step.world.broadcast(self.scores and self.scores.add(score))
+        for observer in self.observers:
+            observer.score(score, gain)
         if gain is not None and self.saver.saved_step != self.state.step:
             self._save()  # without a checkpoint at its step: save only the best ones
         if gain is not None:
             self.saver.mark_best()
-
-    def _announce(self, score: StepScore, gain: float | None) -> None:
-        for observer in self.observers:
-            observer.score(score, gain)
 
     def _save(self) -> None:
         with self._in_span(Span.SAVE_WAIT):
             for observer in self.observers:
                 observer.save(self.state)
             # What `txl eval --watch` has scored since the last save.
-            table = self.scores
-            for score, gain in table.refresh() if table else ():
-                self._announce(score, gain)
+            for score, gain in self.scores.refresh() if self.scores else ():
+                for observer in self.observers:
+                    observer.score(score, gain)
             self.saver.save(self.state)
 
     @contextmanager

@@ -79,13 +79,8 @@ class Recovery:
                 f"{facts}. This is event {number} within {EVENT_STEPS} steps, "
                 f"more than divergence.max_events={config.max_events}"
             )
-        log.info(
-            "divergence.policy=%s, event %d of at most %d: %s",
-            config.policy,
-            number,
-            config.max_events,
-            facts,
-        )
+        limits = f"event {number} of at most {config.max_events}"
+        log.info(f"divergence.policy={config.policy}, {limits}: {facts}")
         return state.model_copy(update={"divergence": divergence})
 
     def advice(self, state: TrainState) -> str:
@@ -147,11 +142,8 @@ class Recovery:
 
         world.run_on_all(announce)
         log.info(
-            "returned from step %d to the checkpoint of step %d; the run continues without %s %s",
-            state.step,
-            restored.step,
-            "steps" if len(excluded) > 1 else "step",
-            " and ".join(map(str, excluded)),
+            f"returned from step {state.step} to the checkpoint of step {restored.step}; the run "
+            f"continues without step{'s' * is_step} {' and '.join(map(str, excluded))}"
         )
         self.batches.open_at(restored)
         return restored

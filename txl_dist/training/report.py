@@ -16,6 +16,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from data_pipeline.errors import clock, counted
@@ -41,9 +42,6 @@ from txl_dist.training.scores import StepScore
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, lr_at
-
-EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
-"""Spans that do not count in the speed of training."""
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +82,7 @@ class Observer:
         """The run ends at `state`. `is_complete`: no step is left. `is_stopped`: on request."""
 
 
+@dataclass(eq=False)
 class Report(Observer):
     """Adds loss, speed and goodput to each line, and writes all values of it; writes the events.
 
@@ -93,19 +92,15 @@ class Report(Observer):
     processes have used the machine at that time, a higher rate of the run becomes the peak.
     """
 
-    def __init__(
-        self,
-        journal: MetricsJournal,
-        events: EventLog,
-        activity: Activity,
-        config: RunConfig,
-        *,
-        flops_per_token: float,
-        peak_flops: float,
-    ) -> None:
-        self._journal, self._events = journal, events
-        self._activity, self._config = activity, config
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+    journal: MetricsJournal
+    events: EventLog
+    activity: Activity
+    config: RunConfig
+    _: KW_ONLY
+    flops_per_token: float
+    peak_flops: float
+
+    def __post_init__(self) -> None:
         self._time = WallTime()
         self._has_line = False
         self._before: dict[Span, float] | None = None
@@ -117,26 +112,26 @@ class Report(Observer):
 
     def start(self, state: TrainState) -> None:
         try:
-            self._time = WallTime.of(read_events(self._events.path.parent))
+            self._time = WallTime.of(read_events(self.events.path.parent))
         except OSError as error:
-            log.warning("%s cannot be read (%s)", self._events.path, error.strerror)
+            log.warning("%s cannot be read (%s)", self.events.path, error.strerror)
 
     def _event(self, kind: Kind, text: str, **fields: Any) -> None:
-        self._time.take(self._events.write(kind, text, **fields))
+        self._time.take(self.events.write(kind, text, **fields))
 
     def _event_with_seconds(self, kind: Kind, text: str, state: TrainState, **fields: Any) -> None:
-        self._event(kind, text, step=state.step, seconds=process_seconds(self._activity), **fields)
+        self._event(kind, text, step=state.step, seconds=process_seconds(self.activity), **fields)
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds by cause since the first start of the run; their sum is the wall time."""
-        return self._time.with_process(process_seconds(self._activity))
+        return self._time.with_process(process_seconds(self.activity))
 
     def segment(self, step: int) -> None:
-        if self._activity.num_steps == 0 and self._before is None:
+        if self.activity.num_steps == 0 and self._before is None:
             self._event("first_batch", "first batch")
         # What preceded the first step, such as an evaluation, is not expected again.
-        self._before = self._before or self._activity.seconds()
+        self._before = self._before or self.activity.seconds()
 
     def step(self, state: TrainState, result: StepResult) -> None:
         self._num_steps += result.is_update or result.event is not None
@@ -149,19 +144,19 @@ class Report(Observer):
         if sums.num_tokens and last is not None:
             values |= {
                 **sums.metrics,
-                "lr": lr_at(last.step, self._config.optimizer, num_steps=self._config.num_steps),
+                "lr": lr_at(last.step, self.config.optimizer, num_steps=self.config.num_steps),
                 "gradient_norm": last.gradient_norm,
                 "memory_valid": last.memory_valid,
                 **self._speed(sums.num_tokens / state.unreported_steps),
             }
             # Evaluations and saves are expected to take the same share of time as until now.
             step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
-            steps_left, speed = self._config.num_steps - state.step, values["tokens_per_second"]
-            tokens_left = steps_left * self._config.data.tokens_per_step
+            steps_left, speed = self.config.num_steps - state.step, values["tokens_per_second"]
+            tokens_left = steps_left * self.config.data.tokens_per_step
             values["seconds_left"] = tokens_left / speed / step_share
-            flops = self._flops_per_token * speed
-            self._peak_flops = max(self._peak_flops, flops)
-            values |= {"mfu": flops / self._peak_flops, "peak_flops": self._peak_flops}
+            flops = self.flops_per_token * speed
+            self.peak_flops = max(self.peak_flops, flops)
+            values |= {"mfu": flops / self.peak_flops, "peak_flops": self.peak_flops}
         values |= {
             **_counters(state),
             "goodput": goodput_of(self.seconds),
@@ -172,9 +167,10 @@ class Report(Observer):
     def _speed(self, tokens_per_step: float) -> Values:
         """The speed since the last line, and what the loop waited for."""
         assert self._before is not None
-        now = self._activity.seconds()
+        now = self.activity.seconds()
         spent = {span: now[span] - self._before[span] for span in Span}
-        total, excluded = sum(spent.values()), sum(spent[span] for span in EXCLUDED)
+        # Evaluations and saves do not count in the speed of training.
+        total, excluded = sum(spent.values()), spent[Span.EVALUATION] + spent[Span.SAVE_WAIT]
         # After a resume the sums cover more steps than this process has timed, so the speed is
         # computed from its own steps. A coarse clock may show no time between two short steps.
         seconds, total = max(1e-9, total - excluded), max(1e-9, total)
@@ -191,7 +187,7 @@ class Report(Observer):
 
     def report(self, state: TrainState, values: Values) -> None:
         if line := values if "loss" in values else _counters(state):
-            self._journal.write(
+            self.journal.write(
                 {"step": state.step, "tokens": state.tokens, "time": time.time(), **line}
             )
         if "loss" in values:
@@ -201,15 +197,15 @@ class Report(Observer):
                 self._event("first_line", f"first step line, of step {state.step}", step=state.step)
 
     def save(self, state: TrainState) -> None:
-        self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
+        self.journal.sync()  # a resume from this checkpoint keeps all lines up to its step
         self._event_with_seconds("save", f"checkpoint of step {state.step}", state)
 
     def divergence(self, step: int, reason: str) -> None:
         self._event("divergence", f"step {step} has diverged: {reason}", step=step)
 
     def rollback(self, state: TrainState, reached_step: int) -> None:
-        self._journal.sync()
-        self._journal.truncate_after(state.step)
+        self.journal.sync()
+        self.journal.truncate_after(state.step)
         self._before, self._num_steps = None, 0
         text = f"returned from step {reached_step} to the checkpoint of step {state.step}"
         self._event_with_seconds("rollback", text, state, reached_step=reached_step)
@@ -217,7 +213,7 @@ class Report(Observer):
     def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
         kind: Kind = "finished" if is_complete else "stopped" if is_stopped else "failed"
         self._event_with_seconds(kind, f"{kind} at step {state.step}", state)
-        if self._activity.num_steps > 0:
+        if self.activity.num_steps > 0:
             log.info("summary | %s", self._time)
 
     def score(self, score: StepScore, gain: float | None) -> None:
@@ -228,14 +224,11 @@ class Report(Observer):
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return
         sums = score.sums
-        self._journal.write(score.metrics())
+        self.journal.write(score.metrics())
         log.info(
-            "evaluation at step %d | %s %s | %s targets%s",
-            score.step,
-            score.split,
-            " | ".join(in_lines(sums.metrics)),
-            f"{sums.num_tokens:,}",
-            f" | best so far, by {gain:.2g}" if gain else "",
+            f"evaluation at step {score.step} | {score.split} "
+            f"{' | '.join(in_lines(sums.metrics))} | {sums.num_tokens:,} targets"
+            f"{f' | best so far, by {gain:.2g}' if gain else ''}"
         )
 
 
@@ -285,10 +278,9 @@ def log_start(
         )
     else:
         log.info(
-            "this run is finished: %d of training.num_steps=%d steps are done. To train it "
-            "further: training.num_steps=MORE --allow-change training.num_steps",
-            state.step,
-            config.num_steps,
+            f"this run is finished: {state.step} of training.num_steps={config.num_steps} steps "
+            "are done. To train it further: training.num_steps=MORE --allow-change "
+            "training.num_steps"
         )
     if point is not None:
         log.info("%s", count_tokens(point.state.phases, state.phases[-1], position=state.position))
@@ -313,36 +305,30 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
         log.warning("settings | WARNING: %s", warning)
     shuffled = [c for c in data.corpora if c.manifest.settings.shuffle is not None]
     if config.data.reset == "stream" and shuffled:
+        directories = " and ".join(str(corpus.directory) for corpus in shuffled)
         log.warning(
             "memory | WARNING: data.reset=stream continues the memory into the next document, "
-            "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it without "
-            "--shuffle, or set data.reset=document",
-            " and ".join(str(corpus.directory) for corpus in shuffled),
+            f"but {directories} was prepared with --shuffle, so that is an unrelated one. Prepare "
+            "it without --shuffle, or set data.reset=document"
         )
     if config.evaluation.split is None:
         log.info("evaluation | none, because evaluation.split=null")
     elif data.evaluation is None:
         log.warning(
             "evaluation | WARNING: no evaluation, no score and no BEST checkpoint: no data of "
-            "this run has tokens in a split %r. Prepare data with --split %s=0.01, or name "
-            "another split: evaluation.split=NAME. For no evaluation: evaluation.split=null",
-            DEFAULT_SPLIT,
-            DEFAULT_SPLIT,
+            f"this run has tokens in a split {DEFAULT_SPLIT!r}. Prepare data with --split "
+            f"{DEFAULT_SPLIT}=0.01, or name another split: evaluation.split=NAME. For no "
+            "evaluation: evaluation.split=null"
         )
     else:
-        split, corpus, limit = (
-            data.evaluation.name,
-            data.evaluation.corpus,
-            config.evaluation.max_tokens,
-        )
+        split, corpus = data.evaluation.name, data.evaluation.corpus
+        limit = config.evaluation.max_tokens
         num_tokens = corpus.manifest.splits[split].tokens
+        part = "" if limit is None else f"{min(limit, num_tokens):,} of "
         log.info(
-            "evaluation | %s tokens of split %r of %s | every %s steps and at the end%s",
-            f"{num_tokens:,}" if limit is None else f"{min(limit, num_tokens):,} of {num_tokens:,}",
-            split,
-            corpus.directory,
-            f"{config.evaluation.interval_steps:,}",
-            " | scores the average of the weights" if config.optimizer.averaging else "",
+            f"evaluation | {part}{num_tokens:,} tokens of split {split!r} of {corpus.directory} | "
+            f"every {config.evaluation.interval_steps:,} steps and at the end"
+            f"{' | scores the average of the weights' if config.optimizer.averaging else ''}"
         )
 
 

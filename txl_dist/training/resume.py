@@ -1,4 +1,4 @@
-"""Where a run resumes. `find_resume_point` is the only place that decides it, by this table.
+"""Where a run resumes. `Resume.find` is the only place that decides it, by this table.
 
     --resume  checkpoints of the run          what happens
     never     none                            a new run
@@ -114,27 +114,21 @@ def verify_point(path: Path, world: World) -> ResumePoint:
     return ResumePoint(path, manifest, state)
 
 
-def find_resume_point(
-    spec: TrainSpec, data: TrainingData, world: World, *, download: bool = True
-) -> ResumePoint | None:
-    """The verified checkpoint to resume from, or None for a new run. Collective.
-
-    `download`: whether copies count that are newer than the checkpoints in the run directory.
-    Raises ConfigError, CheckpointError, DataError or StoreError where the table says "refused".
-    """
-    return Resume(spec, data, world, CheckpointDirectory(spec.run_path)).find(download=download)
-
-
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The choice of `find_resume_point`, for one spec."""
+    """The choice of a checkpoint, for one spec."""
 
     spec: TrainSpec
     data: TrainingData
     world: World
     directory: CheckpointDirectory
 
-    def find(self, *, download: bool) -> ResumePoint | None:
+    def find(self, *, download: bool = True) -> ResumePoint | None:
+        """The verified checkpoint to resume from, or None for a new run. Collective.
+
+        `download`: whether copies count that are newer than the checkpoints in the run directory.
+        Raises ConfigError, CheckpointError, DataError or StoreError where the table says "refused".
+        """
         source = do_on_rank_zero(
             self.world,
             lambda: self._source(download=download),
@@ -142,16 +136,20 @@ class Resume:
         )
         if source == "new run":
             return None
-        point = self._fork(source) if isinstance(source, Path) else self._newest_intact()
+        if isinstance(source, Path):
+            point = verify_point(source, self.world)
+            # The events of the other run do not count any more.
+            divergence = point.state.divergence.model_copy(update={"event_steps": ()})
+            update = {"forked_from": self._given_path, "divergence": divergence}
+            point = replace(point, state=point.state.model_copy(update=update), is_fork=True)
+        else:
+            point = self._newest_intact()
         require_compatible(point.manifest, point.state, point.path, spec=self.spec, data=self.data)
         # A warning, not an error: most changes of the code do not change losses.
         if point.manifest.written_by != (current := code_description()):
             log.warning(
-                "%s was written by %s, this is %s: the losses may differ from those of an "
-                "uninterrupted run",
-                point.path,
-                point.manifest.written_by,
-                current,
+                f"{point.path} was written by {point.manifest.written_by}, this is {current}: the "
+                "losses may differ from those of an uninterrupted run"
             )
         return point
 
@@ -218,13 +216,6 @@ class Resume:
         # Links are not followed: their targets may differ from host to host, or change.
         return str(Path(self.spec.resume).absolute())
 
-    def _fork(self, path: Path) -> ResumePoint:
-        point = verify_point(path, self.world)
-        # The events of the other run do not count any more.
-        divergence = point.state.divergence.model_copy(update={"event_steps": ()})
-        update = {"forked_from": self._given_path, "divergence": divergence}
-        return replace(point, state=point.state.model_copy(update=update), is_fork=True)
-
     def _newest_intact(self) -> ResumePoint:
         """The newest checkpoint without damage, which may be older than the newest. Collective."""
         run = self.directory.run
@@ -242,9 +233,8 @@ class Resume:
         if damage and self.world.is_rank_zero:
             num_lost = self.directory.steps()[-1] - point.state.step
             log.warning(
-                "Resuming from step %d instead; %s lost and will be trained again",
-                point.state.step,
-                f"{counted(num_lost, 'step')} {'is' if num_lost == 1 else 'are'}",
+                f"Resuming from step {point.state.step} instead; {counted(num_lost, 'step')} "
+                f"{'is' if num_lost == 1 else 'are'} lost and will be trained again"
             )
         return point
 

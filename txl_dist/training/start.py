@@ -28,11 +28,7 @@ from data_pipeline.errors import counted
 from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.checkpoint.checkpoints import CheckpointHeader
 from txl_dist.checkpoint.directory import reading
-from txl_dist.checkpoint.tensors import (
-    check_parameters,
-    load_fragments,
-    load_memory,
-)
+from txl_dist.checkpoint.tensors import check_parameters, load_fragments, load_memory
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.convert.stored_model import StoredModel
@@ -47,7 +43,7 @@ from txl_dist.training.batches import Batches
 from txl_dist.training.data import TrainingData
 from txl_dist.training.origin import find_origin
 from txl_dist.training.phases import phases_from
-from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
+from txl_dist.training.resume import Resume, ResumePoint, run_id_of
 from txl_dist.training.scores import ScoreTable, due_in
 from txl_dist.training.spec import RunDirectory, TrainSpec, begin_attempt
 from txl_dist.training.state import TrainState
@@ -95,7 +91,7 @@ class Start:
         """Open the data, join the ranks and begin an attempt. Collective.
 
         Raises DataError or ConfigError for data or settings that cannot be used, ConfigError if the
-        ranks have different ones, and the errors of `find_resume_point` and `begin_attempt`.
+        ranks have different ones, and the errors of `Resume.find` and `begin_attempt`.
         """
         # Before the rendezvous: wrong data or config must not cost one.
         data = TrainingData.open(spec.config, num_ranks=world.num_ranks)
@@ -106,14 +102,15 @@ class Start:
         checkpoints = directory.checkpoints
         lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=spec.force_unlock)
         world.run_on_rank_zero(lambda: stack.enter_context(lock))
-        point = find_resume_point(spec, data, world)
+        resume = Resume(spec, data, world, checkpoints)
+        point = resume.find()
         origin = find_origin(spec.config, data, world) if point is None else None
         run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
         # Only after all checks: beginning an attempt fences the one that is running.
         checkpoints.attempt = begin_attempt(spec, directory, world, run_id=run_id)
         if world.broadcast(checkpoints.newest_step() != newest_step):
             # The older attempt has saved meanwhile.
-            point = find_resume_point(spec, data, world, download=False)
+            point = resume.find(download=False)
             run_id = world.broadcast(run_id_of(point))
             origin = origin if point is None else None
 

@@ -156,11 +156,9 @@ def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
 
 
 def _limit(window: tuple[float, ...], threshold: float | None, window_steps: int) -> float:
-    """The largest value that is no spike; infinity without a threshold or a full window.
-
-    median + threshold * max(1.4826 * MAD, 1 % of the median). MAD is the median absolute deviation;
-    1.4826 MAD is the standard deviation of a normal distribution. Unlike mean and standard
-    deviation, median and MAD do not change much when a few values of the window are large.
+    """The largest value that is no spike (`DivergenceConfig`); infinity without a threshold or a
+    full window. Unlike mean and standard deviation, median and median absolute deviation do not
+    change much when a few values of the window are large.
     """
     if threshold is None or len(window) < window_steps:
         return math.inf

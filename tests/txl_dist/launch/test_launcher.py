@@ -1,12 +1,19 @@
 """`--on`: the name of an installed launcher, or the address of a Ray cluster; and `--ranks`."""
 
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from cluster.launcher import RayLauncher
 from txl_dist.errors import ConfigError
 from txl_dist.launch.launcher import find_launcher
-from txl_dist.launch.processes import ProcessLauncher
+from txl_dist.launch.processes import ProcessGroup, ProcessLauncher
 from txl_dist.launch.rank_group import RankRange
+from txl_dist.training.spec import RunDirectory
 
 
 def test_a_launcher_is_found_by_name() -> None:
@@ -27,6 +34,28 @@ def test_an_unknown_name_is_rejected_with_the_installed_ones() -> None:
     for on in ("slurm", "slurm:partition"):  # a colon alone does not make an address
         with pytest.raises(ConfigError, match=rf"--on {on} is neither .*\(processes, ray\)"):
             find_launcher(on)
+
+
+def test_ranks_share_the_cores_that_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def start(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.Popen[bytes]:
+        threads.append(env["OMP_NUM_THREADS"])
+        return popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+    popen = subprocess.Popen
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)  # of the machine
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 6, 7, 8})
+    monkeypatch.setattr(subprocess, "Popen", start)
+    RunDirectory(tmp_path).create()
+    spec: Any = SimpleNamespace(run_path=tmp_path, to_json=str)
+    group = ProcessGroup()
+    group.start(spec, 2)
+    group.close()
+    assert threads == ["3", "3"]
 
 
 @pytest.mark.parametrize(("text", "low", "high"), [("4", 4, 4), ("2:8", 2, 8)])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,28 @@ def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
         assert files_of(out) == whole
         shutil.rmtree(out)
     assert sum(map(bool, reused)) > 12
+
+
+@pytest.mark.fault
+def test_a_trained_bpe_has_the_same_bytes_after_kills_with_any_workers(
+    tmp_path: Path,
+) -> None:
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:150]
+    texts = [path.read_text("utf-8", errors="ignore") for path in sources]
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = (*OPTIONS, "--tokenizer", "bpe", "--vocab-size", 2000)
+    whole = tmp_path / "whole"
+    rerun(lines, whole, options=(*options, "--workers", 1))
+    random_, reused = random.Random(7), 0
+    for workers in (1, 2, 3):
+        for number in range(3):
+            out = tmp_path / f"{workers}-{number}"
+            with_workers = (*options, "--workers", workers)
+            kill_when(lines, out, random_.randrange(9), random_.random() / 2, options=with_workers)
+            reused += bool(rerun(lines, out, options=with_workers).get("reused_units"))
+            assert files_of(out) == files_of(whole)
+    assert reused > 4
 
 
 @pytest.mark.fault

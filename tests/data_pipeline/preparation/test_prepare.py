@@ -74,9 +74,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing(
     assert not out.exists()
 
 
-TWO_SHARDS = PrepareSettings(
-    split={"valid": 0.2}, shuffle=3, block_bytes=2_000, tokenizer="bpe", vocab_size=300
-)
+TWO_SHARDS = PrepareSettings(split={"valid": 0.2}, shuffle=3, block_bytes=2_000)
 """Every kind of file operation, and each as seldom as can be: the test kills at every one."""
 
 

@@ -96,6 +96,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture
+def tiny(ranks: RankGroups, dataset: Path, tmp_path: Path) -> Any:
+    """The `TinyRuns` of a test."""
+    from tests.support.training_runs import TinyRuns
+
+    return TinyRuns(ranks, dataset, tmp_path)
+
+
 @pytest.fixture(scope="session")
 def straight(
     ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory

@@ -85,6 +85,7 @@ def test_the_batches_of_killed_workers_are_scored_by_others(
         victim.kill()
     output = output_of(process, 0, timeout_seconds=150)
     assert nats(output) == expected
+    assert json.loads(output.splitlines()[-1])["workers"] == 2
     assert "raylet" not in output
     if on == "ray":
         assert f"pid {victims[0].pid} died while it worked on chunks" in output

@@ -15,15 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import children_of, num_lines, output_of, start_txl, wait_until
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import (
-    NO_EVALUATION,
-    ZERO,
-    losses,
-    tiny_spec,
-    train,
-    train_words,
-)
+from tests.support.training_runs import NO_EVALUATION, ZERO, TinyRuns, losses, train, train_words
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.tensors import Snapshot
 from txl_dist.errors import LostRankError
@@ -101,12 +93,10 @@ def stall_in_backward(world: World, spec: TrainSpec) -> str | None:
 
 @pytest.mark.fault_row(7)
 @pytest.mark.parametrize("stage", ZERO)
-def test_the_limit_reaches_the_gradients_at_every_stage(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
+def test_the_limit_reaches_the_gradients_at_every_stage(tiny: TinyRuns, stage: str) -> None:
     limit = f"training.rank_timeout_seconds={LIMIT_SECONDS}"
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *ZERO[stage], limit)
-    group = ranks(2)
+    spec = tiny.spec(tiny.path, NO_EVALUATION, *ZERO[stage], limit)
+    group = tiny.ranks(2)
     message, _ = group.run(stall_in_backward, spec)
     group.is_broken = True
     assert message is not None
@@ -151,13 +141,13 @@ def train_slowly(world: World, spec: TrainSpec, *, slow: str) -> int:
     ],
 )
 def test_a_slow_rank_is_named_and_nothing_ends(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, slow: str, place: str | None
+    tiny: TinyRuns, slow: str, place: str | None
 ) -> None:
     """Ranks that wait for a file to be written are not slow, and nothing waits for them."""
-    plain, run = tmp_path / "plain", tmp_path / "run"
+    plain, run = tiny.path / "plain", tiny.path / "run"
     settings = (NO_EVALUATION, "training.num_steps=6", "training.rank_timeout_seconds=6")
-    assert ranks(2).run(train, tiny_spec(dataset, plain, *settings)) == [0, 0]
-    assert ranks(2).run(train_slowly, tiny_spec(dataset, run, *settings), slow=slow) == [0, 0]
+    tiny.trained(plain, *settings)
+    assert tiny.ranks(2).run(train_slowly, tiny.spec(run, *settings), slow=slow) == [0, 0]
     assert losses(run) == losses(plain)
     log = (run / "logs" / "rank-0.log").read_text()
     waits = re.findall(r"rank 0 has waited .*", log)

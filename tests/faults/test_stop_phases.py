@@ -31,14 +31,15 @@ from tests.support.commands import (
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
+    TinyRuns,
     losses,
     tiny_spec,
     train,
+    train_some,
     train_words,
 )
 from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training import start as start_module
@@ -127,38 +128,36 @@ def stop_in(phase: str, spec: TrainSpec, directory: Path) -> str:
 @pytest.mark.fault_row(5)
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in OTHER_SETTINGS])
 def test_a_request_ends_the_phase_and_the_next_start_resumes(
-    phase: str, ranks: RankGroups, dataset: Path, straight: Callable[..., Path], tmp_path: Path
+    phase: str, tiny: TinyRuns, straight: Callable[..., Path]
 ) -> None:
-    run = tmp_path / "run"
-    spec = tiny_spec(dataset, run, *SETTINGS)
+    run = tiny.path / "run"
+    spec = tiny.spec(run, *SETTINGS)
     is_start_up = PHASES[phase][0] == START_UP
     if is_start_up:  # a run to resume, which `train_some` has stopped in the middle
-        assert ranks(1).run(train_some, spec, num_steps=8) == [1]
-    output = stop_in(phase, spec, tmp_path)
+        assert tiny.ranks(1).run(train_some, spec, num_steps=8) == [1]
+    output = stop_in(phase, spec, tiny.path)
     if is_start_up:
         assert "nothing is lost" in output
     else:
         assert re.search(r"the \d+ steps since the checkpoint of step 6 are lost", output), output
         assert f"training.grace_seconds={GRACE_SECONDS:g}" in output
     assert CheckpointDirectory(run).steps() == [6]
-    assert ranks(1).run(train, spec) == [0]
+    assert tiny.ranks(1).run(train, spec) == [0]
     assert losses(run) == losses(straight(*SETTINGS, num_ranks=1))
 
 
 @pytest.mark.fault_row(5)
-def test_a_request_ends_a_replay_and_the_next_start_repeats_it(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    assert ranks(1).run(train_some, tiny_spec(dataset, run, *SETTINGS), num_steps=8) == [1]
+def test_a_request_ends_a_replay_and_the_next_start_repeats_it(tiny: TinyRuns) -> None:
+    run, undisturbed = tiny.path / "run", tiny.path / "undisturbed"
+    assert tiny.ranks(1).run(train_some, tiny.spec(run, *SETTINGS), num_steps=8) == [1]
     shutil.copytree(run, undisturbed)
     spec, other_spec = (
-        tiny_spec(dataset, each, *SETTINGS, "data.num_lanes=4", allow_change=("data.num_lanes",))
+        tiny.spec(each, *SETTINGS, "data.num_lanes=4", allow_change=("data.num_lanes",))
         for each in (run, undisturbed)
     )
-    assert "nothing is lost" in stop_in("replay", spec, tmp_path)
-    assert ranks(1).run(train, spec) == [0]
-    assert ranks(1).run(train, other_spec) == [0]
+    assert "nothing is lost" in stop_in("replay", spec, tiny.path)
+    assert tiny.ranks(1).run(train, spec) == [0]
+    assert tiny.ranks(1).run(train, other_spec) == [0]
     assert losses(run) == losses(undisturbed)
 
 
@@ -185,20 +184,6 @@ def test_a_request_ends_an_upload_and_the_next_start_repeats_it(
     assert ranks(1).run(in_cloud, aws, train, spec) == [0]
     assert copies()
     assert losses(spec.run_path) == losses(straight(*SETTINGS, num_ranks=1))
-
-
-def train_some(world: World, spec: TrainSpec, *, num_steps: int) -> int:
-    """Train `num_steps` steps of a longer run, which then fails."""
-    original = TrainStep.compute
-
-    def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
-        if options["step"] > num_steps:
-            raise TxlError("the end of this part")
-        return original(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "compute", failing)
-        return train(world, spec)
 
 
 LONG = (*SETTINGS, "training.num_steps=400")

@@ -20,15 +20,7 @@ from tests.support.commands import (
     txl,
     wait_until,
 )
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import (
-    NO_EVALUATION,
-    losses,
-    tiny_spec,
-    train,
-    train_words,
-    trained,
-)
+from tests.support.training_runs import NO_EVALUATION, TinyRuns, losses, train, train_words
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 
@@ -122,13 +114,11 @@ def test_after_a_forced_start_the_older_attempt_stops_at_its_next_save(
     assert checkpoints.pointer("LATEST") == 20
 
 
-def test_a_start_that_is_refused_does_not_stop_the_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    trained(ranks, dataset, tmp_path, *SETTINGS, "training.num_steps=10", num_ranks=1)
-    recorded = sorted(path.name for path in (tmp_path / "attempts").iterdir())
-    other = tiny_spec(dataset, tmp_path, *SETTINGS, "model.d_inner=24")
-    assert ranks(1).run(train, other) == [4]
-    never = tiny_spec(dataset, tmp_path, *SETTINGS, resume="never")
-    assert ranks(1).run(train, never) == [2]
-    assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == recorded
+def test_a_start_that_is_refused_does_not_stop_the_run(tiny: TinyRuns) -> None:
+    tiny.trained(tiny.path, *SETTINGS, "training.num_steps=10", num_ranks=1)
+    recorded = sorted(path.name for path in (tiny.path / "attempts").iterdir())
+    other = tiny.spec(tiny.path, *SETTINGS, "model.d_inner=24")
+    assert tiny.ranks(1).run(train, other) == [4]
+    never = tiny.spec(tiny.path, *SETTINGS, resume="never")
+    assert tiny.ranks(1).run(train, never) == [2]
+    assert sorted(path.name for path in (tiny.path / "attempts").iterdir()) == recorded

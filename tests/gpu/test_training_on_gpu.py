@@ -15,6 +15,7 @@ from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
     ZERO,
+    TinyRuns,
     losses,
     tiny_spec,
     train_words,
@@ -45,24 +46,22 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", ZERO)
 def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
-    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, num_ranks: int, stage: str
+    tiny: TinyRuns, straight: Path, num_ranks: int, stage: str
 ) -> None:
     if num_ranks > num_devices():
         pytest.skip(f"{num_ranks} ranks need one GPU each; torch finds {num_devices()}")
     settings = (NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
     settings += (SHARDED,) if stage in ("1", "2") else ()
-    trained(ranks, dataset, tmp_path, *settings, num_ranks=num_ranks)
-    assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
+    tiny.trained(tiny.path, *settings, num_ranks=num_ranks)
+    assert losses(tiny.path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
-def test_offload_has_the_same_losses(
-    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, offload: str
-) -> None:
+def test_offload_has_the_same_losses(tiny: TinyRuns, straight: Path, offload: str) -> None:
     stage = 3 if offload == "parameters" else 2
     settings = (*DROPOUT, f"deepspeed.zero_stage={stage}", f"deepspeed.offload={offload}")
-    trained(ranks, dataset, tmp_path, NO_EVALUATION, *settings, num_ranks=1)
-    assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
+    tiny.trained(tiny.path, NO_EVALUATION, *settings, num_ranks=1)
+    assert losses(tiny.path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("how", ["without_graphs", "true"])

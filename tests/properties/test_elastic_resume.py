@@ -7,19 +7,17 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.gloo_ranks import RankGroups
 from tests.support.running_mean import OTHER_MEMORIES
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
     TURNS,
     ZERO,
+    TinyRuns,
     lane_memories,
     losses,
     refusal,
-    tiny_spec,
     train,
-    trained,
 )
 from txl_dist.checkpoint.tensors import load_model
 from txl_dist.errors import ConfigError
@@ -55,18 +53,18 @@ LEGS = {
     "settings", [(), pytest.param(MUON, id="muon", marks=pytest.mark.slow), *OTHER_MEMORIES[:-1]]
 )
 def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, settings: tuple[str, ...]
+    tiny: TinyRuns, settings: tuple[str, ...]
 ) -> None:
     # Each leg is stopped by num_steps; the schedule must not notice, so it is constant here.
     optimizer = "muon" if settings == MUON else "adamw"
     constant = (*SETTINGS, "optimizer.schedule=constant", *settings)
     reference, moved = (
-        trained(ranks, dataset, tmp_path / "reference", *constant),
-        tmp_path / "moved",
+        tiny.trained("reference", *constant),
+        tiny.path / "moved",
     )
     for num_ranks, num_steps, overrides in LEGS[optimizer]:
-        trained(
-            ranks, dataset, moved, *constant, f"training.num_steps={num_steps}", *overrides,
+        tiny.trained(
+            moved, *constant, f"training.num_steps={num_steps}", *overrides,
             num_ranks=num_ranks, allow_change=("training.num_steps",),
         )  # fmt: skip
 
@@ -94,9 +92,7 @@ def parameters(run: Path) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_ranks_and_lanes_change_in_one_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, memory: tuple[str, ...]
-) -> None:
+def test_ranks_and_lanes_change_in_one_run(tiny: TinyRuns, memory: tuple[str, ...]) -> None:
     """Ranks 1 -> 2 -> 3 -> 1 and lanes 6 -> 12 in one run; the reference has one rank."""
     settings = (*SETTINGS, "optimizer.schedule=constant", *memory)
     legs = {
@@ -111,16 +107,16 @@ def test_ranks_and_lanes_change_in_one_run(
             steps = f"training.num_steps={num_steps}"
             overrides = (*settings, *stage, f"data.num_lanes={num_lanes}", steps)
             allowed = ("training.num_steps", "data.num_lanes")
-            trained(
-                ranks, dataset, tmp_path / name, *overrides,
+            tiny.trained(
+                tiny.path / name, *overrides,
                 num_ranks=num_ranks, allow_change=allowed,
             )  # fmt: skip
-    reference, moved = losses(tmp_path / "reference"), losses(tmp_path / "moved")
+    reference, moved = losses(tiny.path / "reference"), losses(tiny.path / "moved")
     largest = max(abs(moved[step] / loss - 1) for step, loss in reference.items())
     print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
     assert len(moved) == 15
     assert largest < 1e-6
-    assert_close(*(lane_memories(tmp_path / name, 12) for name in legs), rtol=0, atol=1e-5)
+    assert_close(*(lane_memories(tiny.path / name, 12) for name in legs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -142,25 +138,23 @@ def test_ranks_and_lanes_change_in_one_run(
     ],
 )
 def test_a_resume_at_the_same_world_size_is_bit_for_bit(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, settings: tuple[str, ...]
+    tiny: TinyRuns, settings: tuple[str, ...]
 ) -> None:
     settings = (*SETTINGS, *settings, "training.keep_checkpoints=9")
-    straight = trained(ranks, dataset, tmp_path / "straight", *settings)
+    straight = tiny.trained("straight", *settings)
     checkpoint = str(straight / "checkpoints" / "step-00000008")
-    resumed = trained(ranks, dataset, tmp_path / "resumed", *settings, resume=checkpoint)
+    resumed = tiny.trained("resumed", *settings, resume=checkpoint)
 
     assert losses(resumed) == {step: x for step, x in losses(straight).items() if step > 8}
     assert all(map(torch.equal, parameters(straight), parameters(resumed)))
 
 
-def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(tiny: TinyRuns) -> None:
     """No number of segments would replay it."""
     settings = (*SETTINGS, "model.memory=running_mean", "training.num_steps=4")
-    trained(ranks, dataset, tmp_path, *settings, num_ranks=1)
+    tiny.trained(tiny.path, *settings, num_ranks=1)
     changed = (*SETTINGS, "model.memory=running_mean", "data.num_lanes=6")
     allowed = ("data.num_lanes", "training.num_steps")
-    spec = tiny_spec(dataset, tmp_path, *changed, allow_change=allowed)
-    assert ranks(1).run(train, spec) == [ConfigError.exit_code]
-    assert "model.memory=running_mean may depend on any earlier token" in refusal(tmp_path)
+    spec = tiny.spec(tiny.path, *changed, allow_change=allowed)
+    assert tiny.ranks(1).run(train, spec) == [ConfigError.exit_code]
+    assert "model.memory=running_mean may depend on any earlier token" in refusal(tiny.path)

@@ -114,16 +114,6 @@ def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[st
 
 @every_kind
 @torch.no_grad()
-def test_losses_depend_on_the_segments_before(kind: str) -> None:
-    """Checks the test above and those of documents: the memory has an effect."""
-    model, text_BN = small_model(memory=kind), random_text(1, NUM_TOKENS + 1)
-    nats_BN, _ = read(model, text_BN, model.empty_memory(1))
-    other_BN, _ = read(model, changed(text_BN, 0), model.empty_memory(1))
-    assert not torch.equal(other_BN[:, TGT_LENS[0] :], nats_BN[:, TGT_LENS[0] :])
-
-
-@every_kind
-@torch.no_grad()
 def test_inference_has_the_numbers_of_the_memory(kind: str) -> None:
     model, text_BN = small_model(memory=kind, n_layer=3), random_text(3, NUM_TOKENS + 1)
     nats_BN, _ = read(model, text_BN, model.empty_memory(3))

@@ -17,6 +17,7 @@ from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
     ZERO,
+    TinyRuns,
     losses,
     metrics,
     norms,
@@ -80,19 +81,16 @@ QUICK = [
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
-    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path,
-    num_ranks: int, stage: str, micro_batch: str,
-) -> None:  # fmt: skip
+    tiny: TinyRuns, straight: Path, num_ranks: int, stage: str, micro_batch: str
+) -> None:
     settings = (*SETTINGS, *ZERO[stage], f"training.micro_batch_lanes={micro_batch}")
-    trained(ranks, dataset, tmp_path, *settings, num_ranks=num_ranks)
-    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
-    assert_same(tmp_path, straight)
+    tiny.trained(tiny.path, *settings, num_ranks=num_ranks)
+    assert list(losses(tiny.path)) == list(range(1, STEPS + 1))
+    assert_same(tiny.path, straight)
 
 
 @pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_nor_on_when_gradients_are_reduced(
-    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, stage: int
-) -> None:
+def test_nor_on_when_gradients_are_reduced(tiny: TinyRuns, straight: Path, stage: int) -> None:
     """As on GPUs, most of them during backward, in buckets smaller than some parameters."""
     reduction = DeepSpeedConfig().reduction(stage=stage, num_ranks=2, on_gpu=True)
     reduction |= {"reduce_bucket_size": 3000}
@@ -101,7 +99,7 @@ def test_nor_on_when_gradients_are_reduced(
         f"deepspeed.extra={json.dumps({'zero_optimization': reduction})}",
         "training.micro_batch_lanes=2",
     )
-    assert_same(trained(ranks, dataset, tmp_path, *SETTINGS, *settings), straight)
+    assert_same(tiny.trained(tiny.path, *SETTINGS, *settings), straight)
 
 
 @pytest.mark.parametrize("memory", OTHER_MEMORIES)
@@ -110,14 +108,13 @@ def test_nor_on_when_gradients_are_reduced(
     [pytest.param(s, marks=[] if s in ("1", "3-all-spread") else pytest.mark.slow) for s in ZERO],
 )
 def test_nor_with_any_other_memory(
-    ranks: RankGroups, dataset: Path, straight_run: Callable[..., Path], tmp_path: Path,
-    stage: str, memory: tuple[str, ...],
-) -> None:  # fmt: skip
+    tiny: TinyRuns, straight_run: Callable[..., Path], stage: str, memory: tuple[str, ...]
+) -> None:
     straight = straight_run(*SETTINGS, *memory)
     manifest = load_checkpoint_manifest(resolve_checkpoint(straight))
     assert manifest.segment_len == (1 if "backprop" in str(memory) else 3)
     settings = (*SETTINGS, *memory, *ZERO[stage], "training.micro_batch_lanes=2")
-    assert_same(trained(ranks, dataset, tmp_path, *settings), straight)
+    assert_same(tiny.trained(tiny.path, *settings), straight)
 
 
 CLUSTERS = (NO_EVALUATION, "model.cutoffs=[60, 128]", "model.div_val=2")
@@ -128,20 +125,18 @@ CLUSTERS = (NO_EVALUATION, "model.cutoffs=[60, 128]", "model.div_val=2")
     [pytest.param(stage, marks=[] if stage == "3" else pytest.mark.slow) for stage in ZERO],
 )
 def test_losses_do_not_depend_on_ranks_if_softmax_clusters_are_empty_on_some(
-    ranks: RankGroups, dataset: Path, straight_run: Callable[..., Path], tmp_path: Path, stage: str
+    tiny: TinyRuns, straight_run: Callable[..., Path], stage: str
 ) -> None:
     """Ids from 128 on are rare in this text: most steps have no target in the last cluster."""
-    run = trained(ranks, dataset, tmp_path, *CLUSTERS, *ZERO[stage])
+    run = tiny.trained(tiny.path, *CLUSTERS, *ZERO[stage])
     assert_same(run, straight_run(*CLUSTERS))
 
 
-def test_scores_during_training_do_not_depend_on_ranks(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_scores_during_training_do_not_depend_on_ranks(tiny: TinyRuns) -> None:
     """Nine chunks for two ranks: one rank runs the model more often than the other."""
     settings = ("evaluation.max_tokens=300", "evaluation.batch_chunks=1", "model.tie_weight=false")
-    one = trained(ranks, dataset, tmp_path / "one", *settings, *ZERO["0"], num_ranks=1)
-    two = trained(ranks, dataset, tmp_path / "two", *settings, *ZERO["3-all-spread"])
+    one = tiny.trained("one", *settings, *ZERO["0"], num_ranks=1)
+    two = tiny.trained("two", *settings, *ZERO["3-all-spread"])
     assert len(scores(one)) == 2
     assert scores(two) == pytest.approx(scores(one), rel=TOLERANCE)
 
@@ -166,11 +161,11 @@ def scores(run: Path) -> list[float]:
     ],
 )
 def test_losses_do_not_depend_on_ranks_with_other_layers_when_all_weights_are_sharded(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
+    tiny: TinyRuns, options: tuple[str, ...]
 ) -> None:
     settings = (NO_EVALUATION, *options)
-    one = trained(ranks, dataset, tmp_path / "one", *settings, *ZERO["0"], num_ranks=1)
-    assert_same(trained(ranks, dataset, tmp_path / "two", *settings, *ZERO["3-all-spread"]), one)
+    one = tiny.trained("one", *settings, *ZERO["0"], num_ranks=1)
+    assert_same(tiny.trained("two", *settings, *ZERO["3-all-spread"]), one)
 
 
 def test_tokens_count_every_lane_once_per_step(straight: Path) -> None:
@@ -203,14 +198,14 @@ def short(straight_run: Callable[..., Path]) -> Path:
     ],
 )
 def test_activation_checkpointing_changes_no_bit(
-    ranks: RankGroups, dataset: Path, short: Path, tmp_path: Path, num_ranks: int, stage: str
+    tiny: TinyRuns, short: Path, num_ranks: int, stage: str
 ) -> None:
     """Also at stage 3, where the recomputation gathers the weights again."""
     settings = (*SHORT, *ZERO[stage])
-    run = trained(ranks, dataset, tmp_path / "run", *settings, RECOMPUTE, num_ranks=num_ranks)
+    run = tiny.trained("run", *settings, RECOMPUTE, num_ranks=num_ranks)
     plain = short
     if (num_ranks, stage) != (1, "0"):
-        plain = trained(ranks, dataset, tmp_path / "plain", *settings, num_ranks=num_ranks)
+        plain = tiny.trained("plain", *settings, num_ranks=num_ranks)
     assert losses(run) == losses(plain)
     assert norms(run) == norms(plain)
 
@@ -229,20 +224,16 @@ def test_a_memory_in_bf16_changes_losses_by_its_rounding(short: Path, rounded: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["0", "1", "3-all-spread"])
-def test_a_memory_in_bf16_has_one_trajectory(
-    ranks: RankGroups, dataset: Path, rounded: Path, tmp_path: Path, stage: str
-) -> None:
+def test_a_memory_in_bf16_has_one_trajectory(tiny: TinyRuns, rounded: Path, stage: str) -> None:
     settings = (*SHORT, BF16_MEMORY, *ZERO[stage], "training.micro_batch_lanes=2")
-    assert_same(trained(ranks, dataset, tmp_path, *settings), rounded)
+    assert_same(tiny.trained(tiny.path, *settings), rounded)
 
 
-def test_a_resume_restores_a_memory_in_bf16_bit_for_bit(
-    ranks: RankGroups, dataset: Path, rounded: Path, tmp_path: Path
-) -> None:
+def test_a_resume_restores_a_memory_in_bf16_bit_for_bit(tiny: TinyRuns, rounded: Path) -> None:
     checkpoint = str(rounded / "checkpoints" / "step-00000003")
     settings = (*SHORT, BF16_MEMORY, *ZERO["0"])
-    trained(ranks, dataset, tmp_path, *settings, num_ranks=1, resume=checkpoint)
-    assert losses(tmp_path) == {step: loss for step, loss in losses(rounded).items() if step > 3}
+    tiny.trained(tiny.path, *settings, num_ranks=1, resume=checkpoint)
+    assert losses(tiny.path) == {step: loss for step, loss in losses(rounded).items() if step > 3}
 
 
 @pytest.mark.parametrize(
@@ -258,9 +249,8 @@ def test_a_resume_restores_a_memory_in_bf16_bit_for_bit(
     ],
 )
 def test_offload_changes_only_where_tensors_are(
-    ranks: RankGroups, dataset: Path, short: Path, tmp_path: Path,
-    num_ranks: int, stage: str, offload: str,
-) -> None:  # fmt: skip
+    tiny: TinyRuns, short: Path, num_ranks: int, stage: str, offload: str
+) -> None:
     """And a resume is bit for bit: the checkpoint is loaded into the tensors that are used."""
     settings = (
         *SHORT,
@@ -268,9 +258,9 @@ def test_offload_changes_only_where_tensors_are(
         f"deepspeed.offload={offload}",
         "training.micro_batch_lanes=2",
     )
-    run = trained(ranks, dataset, tmp_path / "run", *settings, *OFTEN, num_ranks=num_ranks)
+    run = tiny.trained("run", *settings, *OFTEN, num_ranks=num_ranks)
     assert_same(run, short)
 
-    checkpoint, resumed = str(run / "checkpoints" / "step-00000003"), tmp_path / "resumed"
-    trained(ranks, dataset, resumed, *settings, num_ranks=num_ranks, resume=checkpoint)
+    checkpoint, resumed = str(run / "checkpoints" / "step-00000003"), tiny.path / "resumed"
+    tiny.trained(resumed, *settings, num_ranks=num_ranks, resume=checkpoint)
     assert losses(resumed) == {step: loss for step, loss in losses(run).items() if step > 3}

@@ -4,25 +4,21 @@ There are nine lanes, and a step reads three. Of two ranks, rank 0 has lanes 0 t
 lanes in the first turn and one in the others; rank 1 reads one in the first and two in the others.
 """
 
-from pathlib import Path
-
 import pytest
 from torch.testing import assert_close
 
 from tests.support.diverging_runs import NanHidden, train_with
-from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
     TURNS,
     ZERO,
+    TinyRuns,
     lane_memories,
     losses,
     metrics,
     refusal,
-    tiny_spec,
     train,
-    trained,
 )
 from txl_dist.errors import CheckpointError, ConfigError
 
@@ -32,13 +28,11 @@ CONSTANT = (NO_EVALUATION, "optimizer.lr=1e-30", "training.num_steps=24")
 TOLERANCE = 2e-6
 
 
-def test_a_round_of_turns_reads_what_one_step_over_all_lanes_reads(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_round_of_turns_reads_what_one_step_over_all_lanes_reads(tiny: TinyRuns) -> None:
     """With weights that do not change, and so the same memory of every lane."""
-    turns = trained(ranks, dataset, tmp_path / "turns", *CONSTANT, *TURNS)
+    turns = tiny.trained("turns", *CONSTANT, *TURNS)
     settings = (*CONSTANT, "data.num_lanes=9", "training.num_steps=8")
-    whole = trained(ranks, dataset, tmp_path / "whole", *settings, num_ranks=1)
+    whole = tiny.trained("whole", *settings, num_ranks=1)
 
     in_turns, at_once = losses(turns), losses(whole)
     rounds = [
@@ -56,24 +50,22 @@ def test_a_round_of_turns_reads_what_one_step_over_all_lanes_reads(
     ("stage", "micro_batch"), [("1", "null"), ("3-all-spread", "1")], ids=["1", "3"]
 )
 def test_losses_do_not_depend_on_ranks_stages_or_micro_batches(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, micro_batch: str
+    tiny: TinyRuns, stage: str, micro_batch: str
 ) -> None:
     settings = (NO_EVALUATION, *DROPOUT, *TURNS)
-    one = trained(ranks, dataset, tmp_path / "one", *settings, *ZERO["0"], num_ranks=1)
+    one = tiny.trained("one", *settings, *ZERO["0"], num_ranks=1)
     spread = (*ZERO[stage], f"training.micro_batch_lanes={micro_batch}")
-    two = trained(ranks, dataset, tmp_path / "two", *settings, *spread)
+    two = tiny.trained("two", *settings, *spread)
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     valid = [[line["memory_valid"] for line in metrics(run)] for run in (one, two)]
     assert valid[1] == pytest.approx(valid[0])
 
 
-def test_no_lane_attends_across_a_step_that_was_skipped(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_no_lane_attends_across_a_step_that_was_skipped(tiny: TinyRuns) -> None:
     """Step 8, the second turn of the third round, diverges; weights do not change in any step."""
     settings = (*CONSTANT, *TURNS, "divergence.policy=skip")
-    quiet, run = trained(ranks, dataset, tmp_path / "quiet", *settings), tmp_path / "run"
-    ends = ranks(2).run(train_with, tiny_spec(dataset, run, *settings), NanHidden(1, steps=(8,)))
+    quiet, run = tiny.trained("quiet", *settings), tiny.path / "run"
+    ends = tiny.ranks(2).run(train_with, tiny.spec(run, *settings), NanHidden(1, steps=(8,)))
     assert [code for code, *_ in ends] == [0, 0]
 
     expected, actual = losses(quiet), losses(run)
@@ -86,26 +78,22 @@ def test_no_lane_attends_across_a_step_that_was_skipped(
     assert [shares[step] for step in (13, 14, 15)] == [pytest.approx(3 / 7)] * 3
 
 
-def test_lanes_change_only_where_all_are_at_one_position(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_lanes_change_only_where_all_are_at_one_position(tiny: TinyRuns) -> None:
     settings = (NO_EVALUATION, "training.checkpoint_interval_steps=1")
     first = ("training.keep_checkpoints=9", "training.num_steps=7")
-    trained(ranks, dataset, tmp_path / "a", *settings, *TURNS, *first)
+    tiny.trained("a", *settings, *TURNS, *first)
     other = (*settings, "data.num_lanes=6", "data.lanes_per_step=2", "training.num_steps=12")
     allowed = ("data.num_lanes", "data.lanes_per_step", "training.num_steps")
     for step, codes in ((7, [CheckpointError.exit_code] * 2), (6, [0, 0])):
-        run = tmp_path / str(step)
-        resume = str(tmp_path / "a" / "checkpoints" / f"step-{step:08d}")
-        spec = tiny_spec(dataset, run, *other, resume=resume, allow_change=allowed)
-        assert ranks(2).run(train, spec) == codes
-    assert "1 of them are a segment ahead of the others" in refusal(tmp_path / "7")
-    assert sorted(losses(tmp_path / "6")) == list(range(7, 13))
+        run = tiny.path / str(step)
+        resume = str(tiny.path / "a" / "checkpoints" / f"step-{step:08d}")
+        spec = tiny.spec(run, *other, resume=resume, allow_change=allowed)
+        assert tiny.ranks(2).run(train, spec) == codes
+    assert "1 of them are a segment ahead of the others" in refusal(tiny.path / "7")
+    assert sorted(losses(tiny.path / "6")) == list(range(7, 13))
 
 
-def test_more_ranks_than_lanes_of_a_step_are_refused(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, "data.num_lanes=6", "data.lanes_per_step=1")
-    assert ranks(2).run(train, spec) == [ConfigError.exit_code] * 2
-    assert "2 ranks for data.lanes_per_step=1" in refusal(tmp_path)
+def test_more_ranks_than_lanes_of_a_step_are_refused(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, "data.num_lanes=6", "data.lanes_per_step=1")
+    assert tiny.ranks(2).run(train, spec) == [ConfigError.exit_code] * 2
+    assert "2 ranks for data.lanes_per_step=1" in refusal(tiny.path)

@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
@@ -22,6 +24,7 @@ from txl_dist.training.rank import build_trainer, train_rank
 from txl_dist.training.scores import FOLDER, StepScore
 from txl_dist.training.spec import RunDirectory, TrainSpec
 from txl_dist.training.start import Start
+from txl_dist.training.step import TrainStep
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
@@ -71,6 +74,24 @@ def train(world: World, spec: TrainSpec) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class TinyRuns:
+    """Tiny runs of one test on the test dataset; a run's name is that of its directory."""
+
+    ranks: RankGroups
+    dataset: Path
+    path: Path
+
+    def spec(self, run: str | Path, *overrides: str, **options: Any) -> TrainSpec:
+        return tiny_spec(self.dataset, self.path / run, *overrides, **options)
+
+    def trained(self, run: str | Path, *overrides: str, num_ranks: int = 2, **options: Any) -> Path:
+        directory = self.path / run
+        return trained(
+            self.ranks, self.dataset, directory, *overrides, num_ranks=num_ranks, **options
+        )
+
+
 @contextmanager
 def opened_trainer(world: World, spec: TrainSpec) -> Iterator[Trainer]:
     """One rank's trainer of a run, before its first step."""
@@ -78,6 +99,20 @@ def opened_trainer(world: World, spec: TrainSpec) -> Iterator[Trainer]:
     directory.create()
     with ExitStack() as stack:
         yield build_trainer(Start.open(spec, world, directory, stack))
+
+
+def train_some(world: World, spec: TrainSpec, *, num_steps: int) -> int:
+    """Train `num_steps` steps of a longer run, which then fails."""
+    original = TrainStep.compute
+
+    def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
+        if options["step"] > num_steps:
+            raise TxlError("the end of this part")
+        return original(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "compute", failing)
+        return train(world, spec)
 
 
 def saved_last_step(run: Path) -> int:

@@ -11,17 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support.gloo_ranks import RankGroups
 from tests.support.run_directories import event, start, write_events
-from tests.support.training_runs import NO_EVALUATION, metrics, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TinyRuns, metrics, train, train_some
 from txl_dist.events import EVENTS, Event, EventLog, WallTime, last_start, read_events
 from txl_dist.runtime.process import Activity, Span
-from txl_dist.runtime.world import World
 from txl_dist.training import report
 from txl_dist.training.report import Report
-from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import TrainStep
 
 
 def kinds(events: Sequence[Event]) -> list[str]:
@@ -284,35 +280,17 @@ def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
     assert values_of(process.goodput)["lost_steps"] == 3
 
 
-def train_until(world: World, spec: TrainSpec, last: int) -> int:
-    """Fail in the step after `last`, as a bug or a lost GPU would."""
-    original = TrainStep.compute
-
-    def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
-        if options["step"] > last:
-            raise RuntimeError("failed")
-        return original(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "compute", failing)
-        with pytest.raises(RuntimeError, match="failed"):
-            train(world, spec)
-    return 0
-
-
-def test_metrics_and_summary_of_a_resumed_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION)  # saves every 6 steps
-    assert ranks(1).run(train_until, spec, 9) == [0]
-    assert ranks(1).run(train, spec) == [0]
-    lines = metrics(tmp_path)
+def test_metrics_and_summary_of_a_resumed_run(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, NO_EVALUATION)  # saves every 6 steps
+    assert tiny.ranks(1).run(train_some, spec, num_steps=9) == [1]
+    assert tiny.ranks(1).run(train, spec) == [0]
+    lines = metrics(tiny.path)
     assert [line["restarts"] for line in lines] == [0] * 6 + [1] * 14
     assert [line["lost_steps"] for line in lines] == [0] * 6 + [3] * 14
     assert all(0 <= line["goodput"] <= 1 and 0 <= line["save_wait"] < 1 for line in lines)
     waits = {line["step"] for line in lines if line["save_wait"] > 0}
     assert waits == {13, 19}, "the steps after the checkpoints of the last process"
-    summaries = (tmp_path / "logs" / "rank-0.log").read_text().split(" summary | ")[1:]
+    summaries = (tiny.path / "logs" / "rank-0.log").read_text().split(" summary | ")[1:]
     assert [text.partition(" | ")[0] for text in summaries] == [
         "0 restarts, 0 steps lost",
         "1 restart, 3 steps lost",

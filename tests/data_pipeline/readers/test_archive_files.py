@@ -11,7 +11,6 @@ import tarfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,13 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.readers import InputFiles, Reject, find_files
+from data_pipeline.readers import InputFiles, find_files
 from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
 from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import STAGING
 from tests.data_pipeline.preparation.preparing import files_of, stop_after
-from tests.data_pipeline.readers.reading import (
-    kinds_of,
-    one_file,
-    only_reject,
-    read,
-    rejects,
-    texts,
-)
+from tests.data_pipeline.readers.reading import kinds_of, only_reject, read, rejects, texts
 from tests.data_pipeline.readers.test_tar import archive as tar_of
 from tests.data_pipeline.readers.test_tar import member
 from tests.support.corpus_layouts import ARCHIVE_SUFFIXES, LAYOUTS, Layout, pack, write_files
@@ -130,23 +122,6 @@ def test_a_tar_is_samples_or_a_folder_by_the_names_of_its_files(tmp_path: Path, 
 
 
 # --- compressed texts -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("suffix", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
-def test_bz2_and_xz_are_decompressed_to_their_end_or_refused(
-    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
-) -> None:
-    text = "".join(f"line {n}\n" for n in range(5000)).encode()
-    whole = compress(text[:9000]) + compress(text[9000:])  # two streams, as parallel tools write
-    path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(whole)
-    assert texts(read(one_file(path))) == [text.decode()]
-    for size in range(0, len(whole), 97):
-        if size != len(compress(text[:9000])):
-            path.write_bytes(whole[:size])
-            assert isinstance(read(one_file(path))[-1], Reject), size
-    path.write_bytes(whole + b"x")
-    assert "stream" in only_reject(path).reason
 
 
 def test_a_bomb_and_a_dictionary_of_any_size_are_refused(

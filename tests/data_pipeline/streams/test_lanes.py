@@ -15,14 +15,6 @@ def plans(draw: st.DrawFn) -> LanePlan:
     return LanePlan(num_tokens=num_tokens, num_lanes=num_lanes, tgt_len=draw(st.integers(1, 50)))
 
 
-@given(plan=plans(), position=st.integers(0, 5000))
-def test_only_the_last_input_of_a_slice_has_no_target(plan: LanePlan, position: int) -> None:
-    inputs = range(position, position + plan.tgt_len)
-    ends = [p for p in inputs if p % plan.lane_tokens == plan.lane_tokens - 1]
-    assert list(plan.slice_ends(position, position + plan.tgt_len)) == ends
-    assert plan.targets_in_step(position) == plan.num_lanes * (plan.tgt_len - len(ends))
-
-
 @pytest.mark.fault_row(39)
 @given(plan=plans(), data=st.data())
 def test_lanes_are_divided_among_ranks_with_equal_rows(plan: LanePlan, data: st.DataObject) -> None:

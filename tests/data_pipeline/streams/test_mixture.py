@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, equal read counts, the same lanes for any number of ranks, phases.
+"""Mixtures: exact shares, whole documents; tests/properties/test_phases.py has lanes and phases.
 
 Every token of every corpus has its own number, so a lost or repeated token is detected.
 """
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.streams.lanes import LanePlan
@@ -49,12 +48,12 @@ class Case:
     def share(self) -> dict[str, int]:
         return tokens_per_epoch(self.tokens, self.weights)
 
-    def mixed(self, *, start: int = 0, first_epoch: int = 0) -> MixedSource:
+    def mixed(self) -> MixedSource:
         return MixedSource(
             [
                 CyclicCorpus(
                     source, tokens_per_epoch=self.share[name], ordering=ORDERINGS[self.shuffle],
-                    seed=self.seed, key=number, start=start, first_epoch=first_epoch,
+                    seed=self.seed, key=number,
                 )
                 for number, (name, source) in enumerate(self.sources.items())
             ]
@@ -62,21 +61,14 @@ class Case:
 
     def read_lanes(self, num_epochs: int) -> list[np.ndarray]:
         """Inputs and ages of all lanes, each [num_lanes, num_positions]."""
-        num_segments = -(-num_epochs * self.plan().lane_tokens // self.tgt_len)
-        read = self.reader(self.mixed(), self.plan()).read(0, num_segments)
-        return [np.concatenate([getattr(x, name) for x in read], 1) for name in ("input", "age")]
-
-    def plan(self, **options: int) -> LanePlan:
-        return LanePlan(
-            num_tokens=sum(self.tokens.values()), num_lanes=self.num_lanes, tgt_len=self.tgt_len,
-            **options,
-        )  # fmt: skip
-
-    def reader(self, source: Any, plan: LanePlan, lanes: range | None = None) -> SegmentReader:
-        return SegmentReader(
-            source, plan, lanes=range(self.num_lanes) if lanes is None else lanes,
+        num_tokens = sum(self.tokens.values())
+        plan = LanePlan(num_tokens=num_tokens, num_lanes=self.num_lanes, tgt_len=self.tgt_len)
+        reader = SegmentReader(
+            self.mixed(), plan, lanes=range(self.num_lanes),
             reset="document", ordering=ORDERINGS[self.shuffle], seed=self.seed,
         )  # fmt: skip
+        read = reader.read(0, -(-num_epochs * plan.lane_tokens // self.tgt_len))
+        return [np.concatenate([getattr(x, name) for x in read], 1) for name in ("input", "age")]
 
     def read_epoch(self, epoch: int) -> list[int]:
         """Tokens of one epoch in the order of its parts, read directly from the source."""
@@ -87,9 +79,6 @@ class Case:
     def corpus_of(self, token: int) -> str:
         ends = np.cumsum(list(self.tokens.values()))
         return list(self.corpora)[int(np.searchsorted(ends, token, side="right"))]
-
-    def counts(self, num_epochs: int) -> Counter[int]:
-        return Counter(token for epoch in range(num_epochs) for token in self.read_epoch(epoch))
 
 
 blocks = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -137,19 +126,6 @@ def test_the_share_of_each_corpus_is_exact_to_one_token(case: Case, epoch: int) 
 
 
 @quickly
-@given(case=cases(), num_epochs=st.integers(1, 6))
-def test_read_counts_of_two_tokens_of_a_corpus_differ_by_at_most_one(
-    case: Case, num_epochs: int
-) -> None:
-    counts = case.counts(num_epochs)
-    for name, source in case.sources.items():
-        passes = num_epochs * case.share[name] / case.tokens[name]
-        floor, ceil = int(np.floor(passes)), int(np.ceil(passes))
-        for document in source.documents:
-            assert {counts[token] for token in document} <= {floor, ceil}
-
-
-@quickly
 @given(case=cases(), epoch=st.integers(0, 3))
 def test_weights_equal_to_the_sizes_read_every_token_once_per_epoch(case: Case, epoch: int) -> None:
     weights = {name: 7.0 * tokens for name, tokens in case.tokens.items()}
@@ -178,18 +154,7 @@ def test_without_a_shuffle_corpora_alternate_evenly() -> None:
     assert all("b" in read[i : i + 5] and "aa" in read[i : i + 5] for i in range(12))
 
 
-# --- lanes and ranks ----------------------------------------------------------------------------
-
-
-@quickly
-@given(case=cases(), num_epochs=st.integers(1, 3))
-def test_lanes_read_every_position_of_every_epoch_once(case: Case, num_epochs: int) -> None:
-    plan, (inputs, _) = case.plan(), case.read_lanes(num_epochs)
-    for epoch in range(num_epochs):
-        slices = inputs[:, epoch * plan.lane_tokens : (epoch + 1) * plan.lane_tokens]
-        read, whole = Counter(slices.ravel().tolist()), Counter(case.read_epoch(epoch))
-        assert read <= whole
-        assert whole.total() - read.total() == plan.num_tokens % plan.num_lanes
+# --- lanes --------------------------------------------------------------------------------------
 
 
 @quickly
@@ -200,43 +165,6 @@ def test_memory_covers_consecutive_tokens_of_one_document_only(case: Case) -> No
         for i, age in enumerate(row_ages):
             seen = row_inputs[i - age : i + 1]
             assert all(b == a + 1 for a, b in pairwise(seen)), "tokens are numbered in text order"
-
-
-# --- phases -------------------------------------------------------------------------------------
-
-
-@quickly
-@given(case=cases(), data=st.data())
-def test_a_plan_that_starts_later_is_the_same_plan_shifted(case: Case, data: st.DataObject) -> None:
-    start, position = data.draw(st.integers(0, 50)), data.draw(st.integers(0, 50))
-    num_ranks = data.draw(st.integers(1, case.num_lanes))
-    lanes = case.plan().lanes_of_rank(num_ranks - 1, num_ranks)
-    original = case.reader(case.mixed(), case.plan(), lanes).read(position, 3)
-    moved = case.plan(start=start)
-    shifted = case.reader(case.mixed(), moved, lanes).read(start + position, 3)
-    for expected, actual in zip(original, shifted, strict=True):
-        assert actual.position == start + expected.position
-        assert moved.targets_in_step(actual.position) == case.plan().targets_in_step(
-            expected.position
-        )
-        for name in ("input", "target", "age"):
-            assert_array_equal(getattr(actual, name), getattr(expected, name))
-    assert (case.reader(case.mixed(), moved, lanes).read(start, 1)[0].age[:, 0] == 0).all()
-
-
-@quickly
-@given(case=cases(), first_epoch=st.integers(0, 4), start=st.integers(0, 99))
-def test_a_corpus_continues_where_the_previous_phase_ended(
-    case: Case, first_epoch: int, start: int
-) -> None:
-    """Two epochs from `start`, then one from their end, equal three consecutive epochs."""
-    together = case.mixed(start=start, first_epoch=first_epoch)
-    for number, corpus in enumerate(together.corpora):
-        later = case.mixed(start=start + 2 * corpus.tokens_per_epoch, first_epoch=first_epoch + 2)
-        for actual, expected in zip(
-            later.corpora[number].parts(first_epoch + 2), corpus.parts(first_epoch + 2), strict=True
-        ):
-            assert_array_equal(actual, expected)
 
 
 # --- limits -------------------------------------------------------------------------------------

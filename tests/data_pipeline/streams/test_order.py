@@ -6,40 +6,12 @@ That orders are those of the hash is tests/properties/test_contiguity.py.
 import numpy as np
 import pytest
 
-from data_pipeline.streams.order import (
-    GOLDEN_GAMMA,
-    ORDERINGS,
-    EpochOrder,
-    hash_ids,
-    splitmix64,
-)
+from data_pipeline.streams.order import ORDERINGS, EpochOrder, hash_ids
 
 BLOCK_TOKENS = np.array([5, 1, 300, 7, 7, 40], np.int64)
 
 
 ORDER = EpochOrder.of(BLOCK_TOKENS, seed=7, epoch=3, ordering=ORDERINGS["blocks"])
-
-
-@pytest.mark.parametrize(
-    ("seed", "outputs"),
-    [
-        (0, [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]),
-        (
-            1234567,
-            [
-                6457827717110365317,
-                3203168211198807973,
-                9817491932198370423,
-                4593380528125082431,
-                16408922859458223821,
-            ],
-        ),
-    ],
-)
-def test_splitmix64_returns_the_published_numbers(seed: int, outputs: list[int]) -> None:
-    steps = np.arange(len(outputs), dtype=np.uint64)
-    states = np.uint64(seed) + steps * GOLDEN_GAMMA
-    assert splitmix64(states).tolist() == outputs
 
 
 def test_an_order_never_changes_between_versions() -> None:

@@ -47,13 +47,6 @@ def test_two_lanes_of_one_epoch_have_these_numbers() -> None:
     assert second.next_position == stream.position == 8
 
 
-def test_reset_stream_counts_age_from_the_slice_only() -> None:
-    with stream_of(NumberedSource([3, 2], [5, 3]), reset="stream") as stream:
-        first, second = itertools.islice(stream, 2)
-    assert_array_equal(first.age, [[0, 1, 2, 3]] * 2)
-    assert_array_equal(second.age, [[4, 5, 0, 1]] * 2)
-
-
 @pytest.mark.parametrize("shuffle", ["blocks", "none"])
 def test_an_epoch_of_real_shards_contains_every_document_uncut(
     dataset: tuple[Path, ShardManifest], shuffle: Any
@@ -185,12 +178,3 @@ def test_every_lane_reads_its_segments_once_and_the_targets_of_a_step_are_known(
             for array in (batch.input, batch.target, batch.age):
                 assert array.flags.c_contiguous
                 assert array.flags.writeable
-
-
-@pytest.mark.parametrize("turn", range(NUM_TURNS))
-def test_a_run_that_begins_inside_a_round_reads_on(turn: int) -> None:
-    lanes = PLAN.lanes_of_rank(1, 2)
-    for batch, expected in zip(batches(lanes, turn=turn), batches(lanes)[turn:], strict=True):
-        assert (batch.turn, batch.lanes) == (expected.turn, expected.lanes)
-        assert_array_equal(batch.input, expected.input)
-        assert batch.next_turn == (batch.turn + 1) % NUM_TURNS

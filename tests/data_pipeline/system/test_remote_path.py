@@ -7,7 +7,6 @@ import errno
 import itertools
 import json
 import pickle
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import s3fs
 from moto.server import ThreadedMotoServer
 
 from data_pipeline.errors import ConfigError, DataError, ReadFailureError
@@ -127,27 +125,6 @@ def test_push_does_not_blame_the_store_for_a_failing_local_disk(
     monkeypatch.setattr(data_commands, "sha256_file", fail)
     with pytest.raises(ReadFailureError, match=r"Input/output error\. Nothing was sent"):
         push_dataset(dataset[0], URL)
-
-
-@pytest.mark.fault_row(19)
-def test_requests_to_a_dead_store_are_retried_then_reported(
-    dataset: Dataset, s3_server: ThreadedMotoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s3fs.S3FileSystem().mkdir("bucket")
-    push_dataset(dataset[0], URL)
-    source = open_split(URL, "train", cache_frames=1)
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    # The retries of botocore and s3fs have long waits.
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3_server.stop()
-    with pytest.raises(
-        DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst frame .*cannot be read \(3 attempts"
-    ):
-        segments_of(source)
-    assert {0.01, 0.02} <= {*waits}
 
 
 def test_a_missing_bucket_and_refused_credentials_are_named(

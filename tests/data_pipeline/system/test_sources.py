@@ -1,8 +1,11 @@
 """Reading local files and URLs: addresses, retries, errors, and streams of decompressed bytes."""
 
+import bz2
 import gzip
 import json
+import lzma
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +43,9 @@ LINES = [f"line {number} " + "é" * number for number in range(600)]
 PLAIN = "".join(line + "\n" for line in LINES).encode()
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "bz2": bz2.compress,
     "gz": lambda raw: gzip.compress(raw, mtime=0),
+    "xz": lzma.compress,
     "zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
 
@@ -65,10 +70,13 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault_row(19)
-def test_a_request_is_retried_twice() -> None:
+def test_a_request_is_retried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     requests = Requests(OSError(5, "reset"), ValueError("a client library's own error"))
     assert retry_request(requests) == 7
     assert requests.attempts == 3
+    assert waits == [0.001, 0.002]
 
 
 @pytest.mark.fault_row(19)

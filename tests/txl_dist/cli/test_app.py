@@ -4,33 +4,23 @@ import errno
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
 
-import click
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from tests.support.commands import ENVIRONMENT, run_txl, txl
+from tests.support.documents import leaf_commands
 from txl_dist.cli import preflight
 from txl_dist.cli.app import app, main
 
 CLI = Path(__file__).parents[3] / "txl_dist" / "cli"
 
 
-def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
-    """The words of every command below `command`, such as ("data", "verify")."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
-        yield words
-    for name, child in (inner or {}).items():
-        yield from commands(child, *words, name)
-
-
-COMMANDS = list(commands(typer.main.get_command(app)))
+COMMANDS = [tuple(words.split()) for words in leaf_commands(typer.main.get_command(app))]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

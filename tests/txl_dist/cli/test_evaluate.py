@@ -78,18 +78,6 @@ def test_max_tokens_scores_the_start_of_the_split_and_says_so(dataset: Path, run
     assert result["protocol"].startswith("first 1,301 tokens of split valid of ")
 
 
-@pytest.mark.slow  # tests/cluster has the same of what the command calls
-@pytest.mark.parametrize("on", ["processes", "ray"])
-def test_an_evaluation_by_two_workers_is_that_of_one_process(
-    dataset: Path, run: Path, on: str
-) -> None:
-    one = score("eval", run, dataset)
-    two = score("eval", run, dataset, "--workers", 2, "--on", on)
-    assert two["tokens_scored"] == one["tokens_scored"]
-    assert two["nats"] == pytest.approx(one["nats"], rel=1e-6)
-    assert two["workers"] == 2
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -165,13 +153,6 @@ def copy(run: Path, tmp_path: Path) -> Path:
     """A copy of the newest checkpoint, which a test may damage."""
     source = sorted((run / "checkpoints").glob("step-*"))[-1]
     return shutil.copytree(source, tmp_path / source.name)
-
-
-def test_scoring_text_of_another_tokenizer_is_a_data_error(dataset: Path, copy: Path) -> None:
-    manifest = load_checkpoint_manifest(copy).model_copy(update={"tokenizer_digest": "f" * 64})
-    (copy / "manifest.json").write_bytes(manifest.to_json())
-    code, output = run_txl("eval", copy, dataset)
-    assert (code, "tokenizer" in output) == (3, True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.manifest import load_manifest
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model, tide_dataset
-from tests.support.small_models import small_model
 from txl_dist.cli import options
 from txl_dist.cli.app import app
-from txl_dist.convert.stored_model import Reading, write_exported
 
 WRITTEN = ["recl.json", "recl.png", "recl.svg"]
 SMALL = ("--positions", 30, "--max-context", 24, "--delta", 8)
@@ -22,13 +20,11 @@ SMALL = ("--positions", 30, "--max-context", 24, "--delta", 8)
 def group(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model with memory, and one with absolute positions and segments of 12 tokens."""
     folder = tmp_path_factory.mktemp("group")
-    manifest = load_manifest(dataset)
-    vanilla = small_model(
-        vocab_size=manifest.vocab_size, mem_len=0, distance_encoding="absolute"
-    ).float()
-    tokenizer = open_tokenizer(dataset, manifest)
-    write_exported(folder / "vanilla", vanilla, tokenizer, Reading(tgt_len=12, reset="stream"))
-    return [export_small_model(folder / "memory", dataset), folder / "vanilla"]
+    vanilla = {"mem_len": 0, "distance_encoding": "absolute"}
+    return [
+        export_small_model(folder / "memory", dataset),
+        export_small_model(folder / "vanilla", dataset, **vanilla),
+    ]
 
 
 def test_it_writes_the_curve_and_recl_and_says_how(

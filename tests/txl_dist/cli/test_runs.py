@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import run_txl
-from tests.support.gloo_ranks import RankGroups
 from tests.support.running_mean import overrides_of
-from tests.support.training_runs import NO_EVALUATION, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TinyRuns, train
 from txl_dist.checkpoint.manifest import file_name, load_checkpoint_manifest
 from txl_dist.model.memory import memory_kind
 
@@ -31,14 +30,12 @@ def test_checkpoints_are_listed_with_what_they_hold(run: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compressive", "tokens"])
-def test_the_listed_bytes_have_the_memory_of_every_lane(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
-) -> None:
+def test_the_listed_bytes_have_the_memory_of_every_lane(tiny: TinyRuns, kind: str) -> None:
     steps = ("training.num_steps=3", "optimizer.warmup_steps=1")
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *steps, *overrides_of(kind))
-    assert ranks(1).run(train, spec) == [0]
-    (row,) = json.loads(run_txl("checkpoint", "list", tmp_path, "--json")[1])["checkpoints"]
-    files = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000003").files
+    spec = tiny.spec(tiny.path, NO_EVALUATION, *steps, *overrides_of(kind))
+    assert tiny.ranks(1).run(train, spec) == [0]
+    (row,) = json.loads(run_txl("checkpoint", "list", tiny.path, "--json")[1])["checkpoints"]
+    files = load_checkpoint_manifest(tiny.path / "checkpoints" / "step-00000003").files
     memory_bytes = files[file_name("memory", 0)].bytes
     lanes = spec.config.data.num_lanes
     state = memory_kind(replace(spec.config.model, vocab_size=257)).empty(1)

@@ -1,14 +1,11 @@
 """`txl train` as a command: exit codes and messages."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ENVIRONMENT, run_txl
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, tiny_spec, train
+from tests.support.commands import output_of, run_txl, start_torchrun
+from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, train
 
 
 @pytest.mark.parametrize(
@@ -37,20 +34,12 @@ def test_what_cannot_be_trained_is_refused_with_what_is_legal(
         assert text in output
 
 
-def test_a_dry_run_writes_no_run(dataset: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = (f"data.path={dataset}", f"directory={run}", "--on", "processes", "--dry-run")
-    code, output = run_txl("train", TINY, *arguments)
-    assert code == 0
-    assert "ready" in output
-    assert not run.exists()
-
-
+@pytest.mark.fault_row(26)
 def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_starts(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    tiny: TinyRuns,
 ) -> None:
-    ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION))
-    words = ("train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
+    tiny.ranks(1).run(train, tiny.spec(tiny.path, NO_EVALUATION))
+    words = ("train", TINY, f"data.path={tiny.dataset}", f"directory={tiny.path}", NO_EVALUATION)
     assert run_txl(*words, "--dry-run")[0] == 0
     for change in ("optimizer.lr=0.5", "model.n_layer=1"):
         code, output = run_txl(*words, change, "--dry-run")
@@ -59,7 +48,7 @@ def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_st
     allowed = ("optimizer.lr=0.5", "--allow-change", "optimizer.lr", "--dry-run")
     assert run_txl(*words, *allowed)[0] == 0
     # The ranks refuse it, or fall back to an older checkpoint.
-    for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
+    for manifest in tiny.path.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{}")
     assert run_txl(*words, "model.n_layer=1", "--dry-run")[0] == 0
 
@@ -92,26 +81,8 @@ def test_a_run_directory_that_cannot_be_written_is_refused_first(
     assert "directory=PATH" in output
 
 
-@pytest.mark.fault_row(26)
-def test_a_checkpoint_of_another_model_ends_training_with_4(dataset: Path, run: Path) -> None:
-    arguments = (f"data.path={dataset}", f"directory={run}", "model.d_inner=48")
-    code, output = run_txl("train", TINY, *arguments, "--on", "processes", "--ranks", 1)
-    assert code == 4
-    assert "model.d_inner: checkpoint 32, now 48" in output
-
-
 def test_torchrun_trains_too(dataset: Path, tmp_path: Path) -> None:
     arguments = (f"data.path={dataset}", f"directory={tmp_path}", "evaluation.split=null")
-    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", 2)
-    command = ["torch.distributed.run", *launch, "-m", "txl_dist", "train", TINY, *arguments]
-    ended = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=ENVIRONMENT,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "step 20 | loss" in ended.stdout
+    process = start_torchrun("train", TINY, *arguments)
+    assert "step 20 | loss" in output_of(process, 0, timeout_seconds=120)
     assert (tmp_path / "checkpoints" / "step-00000020").is_dir()

@@ -88,13 +88,6 @@ def test_an_unknown_name_is_refused_with_close_ones(
     assert message in output
 
 
-def test_the_starting_file_is_found_by_its_name_and_not_confused() -> None:
-    assert run_txl("config", "init", "mine")[0] == 0
-    assert run_txl("config", "validate", "mine.yaml")[0] == 0
-    code, output = run_txl("config", "validate", "mine")
-    assert (code, "did you mean mine.yaml?" in output) == (2, True)
-
-
 def test_every_deployment_file_is_listed_with_what_it_is_for_and_printed_unchanged() -> None:
     paths = {path for path in DEPLOY.rglob("*") if path.is_file()}
     names = {path.relative_to(DEPLOY).with_suffix("").as_posix() for path in paths}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings, load_manifest
+from data_pipeline.shards.manifest import load_manifest
+from tests.support.prepared import prepared
 from txl_dist.config.config_file import flatten_config, load_run_config, read_yaml
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.starting_file import START, starting_file
@@ -53,10 +53,9 @@ def test_the_starting_file_is_the_best_known_small_setting(tmp_path: Path) -> No
 
 
 def test_the_starting_file_fits_its_data(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("to be or not to be that is the question " * 3000)
     for tokenizer in ("byte", "word"):
-        settings = PrepareSettings(tokenizer=tokenizer)
-        prepare_dataset([tmp_path / "text"], tmp_path / tokenizer, settings)
+        text = "to be or not to be that is the question " * 3000
+        prepared(tmp_path / tokenizer, text, tokenizer=tokenizer)
     manifest = load_manifest(tmp_path / "byte")
     config = init(tmp_path / "mine.yaml", data=str(tmp_path / "byte"), manifest=manifest)
     assert config.data.path == str(tmp_path / "byte")

@@ -13,10 +13,10 @@ import yaml
 from huggingface_hub import ModelCard
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl
+from tests.support.prepared import prepared
 from tests.support.run_directories import evaluation, start, write_events
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
@@ -42,11 +42,8 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("the tide comes in, the tide goes out. " * 9)
-    (tmp_path / "more.txt").write_text("and out again. " * 9)
-    inputs = [tmp_path / "text.txt", tmp_path / "more.txt"]
-    prepare_dataset(inputs, tmp_path / "data", PrepareSettings(split={"valid": 0.5}))
-    return tmp_path / "data"
+    texts = ("the tide comes in, the tide goes out. " * 9, "and out again. " * 9)
+    return prepared(tmp_path / "data", *texts, split={"valid": 0.5})
 
 
 def export(run: Path, out: Path, *options: object) -> str:

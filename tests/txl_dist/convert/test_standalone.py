@@ -1,13 +1,8 @@
-"""The standalone file computes what the model computes, where nothing of this project exists.
-
-Its logits are compared in a separate process, `python -I`, in which an import of this project, or
-of anything but torch and the standard library, fails.
-"""
+"""The standalone file computes what the model computes, and imports nothing of this project."""
 
 import ast
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,13 +20,7 @@ from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
 from txl_dist.convert import standalone
-from txl_dist.convert.hub import (
-    ENCODINGS,
-    FILE_NAME,
-    MEMORIES,
-    require_supported,
-    write_for_hub,
-)
+from txl_dist.convert.hub import ENCODINGS, FILE_NAME, MEMORIES, require_supported, write_for_hub
 from txl_dist.convert.stored_model import Reading
 from txl_dist.errors import ConfigError
 from txl_dist.generation.generate import generate_texts
@@ -61,47 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
     "recurrent+tokens, pre-norm": {"memory": "recurrent+tokens", "pre_lnorm": True},
 }
 NUM_ROWS, SEGMENTS = 2, (4, 4, 3, 1, 4, 4, 4, 5)
-ALONE = """
-import importlib.abc, json, pathlib, runpy, sys
-
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in REFUSED:
-            raise ImportError(f"{name} is imported by the standalone file")
-
-REFUSED = ["txl_dist", "data_pipeline", "cluster", "safetensors", *sys.argv[2].split()]
-sys.meta_path.insert(0, Refuse())
-import torch
-root = pathlib.Path(sys.argv[1])
-"""
-LOGITS = """
-for directory in sorted(root.iterdir()):
-    module = runpy.run_path(str(directory / "transformer_xl.py"))
-    case = torch.load(directory / "case.pt", weights_only=True)
-    for dtype, name in ((torch.float32, "fp32"), (torch.float64, "fp64")):
-        model, tokenizer = module["load"](directory, dtype=dtype)
-        assert tokenizer is None
-        memory, logits = None, []
-        for ids, starts in zip(case["ids"], case["starts"]):
-            before = {} if memory is None else {n: x.clone() for n, x in memory.items()}
-            previous = memory
-            part, memory = model(ids, memory, starts)
-            logits.append(part)
-            assert all(torch.equal(previous[n], x) for n, x in before.items()), "changed in place"
-        torch.save(torch.cat(logits, 1), directory / f"{name}.pt")
-"""
-
-
-def alone(program: str, *words: object, refused: str = "tokenizers") -> str:
-    """What a program prints that runs without this project."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", ALONE + program, str(words[0]), refused, *map(str, words[1:])],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def export(directory: Path, model: TransformerXL, tokenizer: Tokenizer | None = None) -> None:
@@ -125,46 +73,32 @@ def expected(model: TransformerXL, ids: list[Tensor], starts: list[Tensor]) -> T
     return torch.cat(logits, dim=1)
 
 
-def export_cases(root: Path) -> dict[str, dict[str, Tensor]]:
-    """Export the model of each case; the logits of our model, by case and dtype."""
+@pytest.mark.parametrize(("seed", "name"), enumerate(CASES))
+def test_logits_are_those_of_our_model_over_segments_and_documents(
+    seed: int, name: str, tmp_path: Path
+) -> None:
     text_BN = random_text(NUM_ROWS, sum(SEGMENTS))
     start_BN = torch.zeros_like(text_BN, dtype=torch.bool)
     # Documents that begin inside a segment, at its first token, and twice in one segment.
     start_BN[0, 6] = start_BN[1, 8] = start_BN[1, 13] = start_BN[1, 14] = True
     ids, starts = (list(x.split(SEGMENTS, dim=1)) for x in (text_BN, start_BN))
-    ours: dict[str, dict[str, Tensor]] = {}
-    for number, (name, options) in enumerate(CASES.items()):
-        model = small_model(seed=number, **options).float().eval()
-        directory = root / f"{number:02}"
-        export(directory, model)
-        torch.save({"ids": ids, "starts": starts}, directory / "case.pt")
-        ours[name] = {"fp32": expected(model, ids, starts)}
-        ours[name]["fp64"] = expected(model.double(), ids, starts)
-    return ours
-
-
-def require_equal(root: Path, ours: dict[str, dict[str, Tensor]]) -> None:
-    for directory, (name, by_dtype) in zip(sorted(root.iterdir()), ours.items(), strict=True):
-        for dtype, tolerance in (("fp32", 1e-5), ("fp64", 1e-10)):
-            logits_BNV = torch.load(directory / f"{dtype}.pt", weights_only=True)
-            assert logits_BNV.dtype == by_dtype[dtype].dtype
-            difference = float((logits_BNV - by_dtype[dtype]).abs().max())
-            assert difference <= tolerance, (name, dtype)
-
-
-def test_logits_are_those_of_our_model_over_segments_and_documents(tmp_path: Path) -> None:
-    ours = export_cases(tmp_path)
-    exec(compile(LOGITS, "LOGITS", "exec"), {"root": tmp_path, "torch": torch, "runpy": runpy})
-    require_equal(tmp_path, ours)
-
-
-@pytest.mark.slow
-def test_the_same_in_a_process_in_which_this_project_cannot_be_imported(tmp_path: Path) -> None:
-    ours = export_cases(tmp_path)
-    alone(LOGITS, tmp_path)
-    require_equal(tmp_path, ours)
-    with pytest.raises(AssertionError, match="txl_dist is imported by the standalone file"):
-        alone("import txl_dist", tmp_path)
+    ours = small_model(seed=seed, **CASES[name]).float().eval()
+    export(tmp_path, ours)
+    module = runpy.run_path(str(tmp_path / FILE_NAME))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        model, tokenizer = module["load"](tmp_path, dtype=dtype)
+        assert tokenizer is None
+        memory, logits = None, []
+        for ids_BT, starts_BT in zip(ids, starts, strict=True):
+            before = {} if memory is None else {n: x.clone() for n, x in memory.items()}
+            previous = memory
+            logits_BTV, memory = model(ids_BT, memory, starts_BT)
+            logits.append(logits_BTV)
+            assert all(torch.equal(previous[n], x) for n, x in before.items()), "changed in place"
+        logits_BNV = torch.cat(logits, dim=1)
+        assert logits_BNV.dtype == dtype
+        difference_BNV = logits_BNV - expected(ours.to(dtype), ids, starts)
+        assert difference_BNV.abs().max() <= tolerance
 
 
 def test_every_memory_and_encoding_that_can_be_exported_is_compared() -> None:

@@ -1,7 +1,6 @@
 """Scores per word, character and byte, against a corpus that is counted by hand; the protocol."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import PrepareSettings, TextCounts
 from data_pipeline.shards.shard_reader import open_split
+from tests.support.prepared import prepared
 from txl_dist.evaluation.result import ScoredText, named, protocol_line, scored_text
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.spec import EvaluationSettings
@@ -19,22 +19,13 @@ TEXTS = ("the cat sat\non the mat\n", "größe @-@ maß\n")
 WORDS, LINE_ENDS, CHARACTERS = 9, 3, 37
 
 
-def prepare(directory: Path, texts: Sequence[str], **settings: object) -> Path:
-    folder = directory / "texts"
-    folder.mkdir()
-    for number, text in enumerate(texts):
-        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
-    prepare_dataset([folder], directory / "data", PrepareSettings(**settings))
-    return directory / "data"
-
-
 def content_of(text: ScoredText, *, nats: float, num_tokens: int) -> dict[str, Any]:
     content = text.content(text.counted(LossSums(nats, num_tokens, num_bytes=40)))
     return content | content["scores"]
 
 
 def test_word_perplexity_is_the_loss_per_word_line_end_and_document_end(tmp_path: Path) -> None:
-    text = scored_text(open_split(prepare(tmp_path, TEXTS), "train"))
+    text = scored_text(open_split(prepared(tmp_path / "data", *TEXTS), "train"))
     assert text.document_ends == len(TEXTS) - 1  # the first one has no loss
     assert text.counts == TextCounts(words=WORDS, line_ends=LINE_ENDS, characters=CHARACTERS)
     scores = content_of(text, nats=60.0, num_tokens=31)
@@ -58,7 +49,7 @@ def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
     texts = TEXTS[:1] if settings.get("recipe") == "wt103" else TEXTS
-    source = open_split(prepare(tmp_path, texts, tokenizer="word", **settings), "train")
+    source = open_split(prepared(tmp_path / "data", *texts, tokenizer="word", **settings), "train")
     text = scored_text(source)
     scores = content_of(text, nats=20.0, num_tokens=source.num_tokens - 1)
     assert scores["word_perplexity"] == scores["perplexity"]
@@ -68,7 +59,8 @@ def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
 
 def test_bytes_of_a_word_model_are_those_of_the_text(tmp_path: Path) -> None:
     """ASCII text, most of whose words are not in the vocabulary."""
-    data = prepare(tmp_path, ["a bb  ccc a\n" * 3 + "dddddd\n"], tokenizer="word", vocab_size=5)
+    text = "a bb  ccc a\n" * 3 + "dddddd\n"
+    data = prepared(tmp_path / "data", text, tokenizer="word", vocab_size=5)
     scores = content_of(scored_text(open_split(data, "train")), nats=20.0, num_tokens=14)
     assert scores["bits_per_byte"] == pytest.approx(scores["bits_per_character"])
 
@@ -82,7 +74,7 @@ def test_without_counts_the_scores_are_absent_and_the_reason_is_named(tmp_path: 
     (tmp_path / "ids.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [2, 2, 1]}\n')
     ids = PrepareSettings(format="ids", tokenizer="ids", vocab_size=4, end_of_document=3)
     prepare_dataset([tmp_path / "ids.jsonl"], tmp_path / "ids", ids)
-    data = prepare(tmp_path, TEXTS)
+    data = prepared(tmp_path / "data", *TEXTS)
     for text, reason in (
         (scored_text(open_split(data, "train"), max_tokens=5), "only the first 5 tokens"),
         (scored_text(open_split(tmp_path / "ids", "train")), "token ids, which have no text"),

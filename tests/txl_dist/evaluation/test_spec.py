@@ -18,18 +18,11 @@ from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.evaluation.spec import evaluation_spec
-from txl_dist.model.transformer_xl import TransformerXL
 
 
 @pytest.fixture(scope="module")
 def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_small_model(tmp_path_factory.mktemp("model") / "small", dataset)
-
-
-def export(model: TransformerXL, directory: Path, dataset: Path) -> Path:
-    reading = Reading(tgt_len=12, reset="document")
-    write_exported(directory, model.float(), open_tokenizer(dataset), reading)
-    return directory
 
 
 def test_the_settings_are_those_of_training_unless_given(model: Path, dataset: Path) -> None:
@@ -60,8 +53,7 @@ def test_memory_options_that_a_model_does_not_support_are_refused(
     options: dict[str, object],
     message: str,
 ) -> None:
-    vocab_size = load_manifest(dataset).vocab_size
-    model = export(small_model(vocab_size=vocab_size, **trained), tmp_path / "model", dataset)
+    model = export_small_model(tmp_path / "model", dataset, **trained)
     with pytest.raises(ConfigError, match=message):
         evaluation_spec(model, dataset, **options)  # type: ignore[arg-type]
 
@@ -85,8 +77,9 @@ def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
     with torch.no_grad():
         for weight in overflowing.parameters():
             weight.mul_(1e30)
-    path = export(overflowing, tmp_path / "model", dataset)
-    spec = evaluation_spec(path, dataset, max_tokens=100)
+    reading = Reading(tgt_len=12, reset="document")
+    write_exported(tmp_path / "model", overflowing.float(), open_tokenizer(dataset), reading)
+    spec = evaluation_spec(tmp_path / "model", dataset, max_tokens=100)
     with pytest.raises(CheckpointError, match=r"chunk 0 of split valid, .*model: the sum of its"):
         evaluate_on_workers([plan_spec(spec)], InProcess())
     sums = [LossSums(1.0, 1), LossSums(float("nan"), 1)]

@@ -114,21 +114,6 @@ def test_lanes_that_are_dropped_change_nothing_for_the_others(
 
 
 @pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
-def test_token_by_token_equals_one_pass_while_the_memory_holds_the_text(
-    options: dict[str, Any], seen: list[Tensor]
-) -> None:
-    model = small_model(**(options | {"mem_len": 40}))
-    (text,) = drawn(decoder_of(model, [[2]], [0]), 30)
-    memory = small_model(**(options | {"mem_len": 0, "same_length": False})).empty_memory(1)
-    if options.get("same_length"):  # which needs a memory, here of more tokens than the text
-        memory = model.empty_memory(1)
-    with torch.no_grad():
-        hidden_BTD, _ = model.hidden(torch.tensor([[2, *text]]), torch.arange(31)[None], memory)
-        one_pass_NV = model.logits(hidden_BTD)[0]
-    assert_close(torch.stack(seen), one_pass_NV[:-1])
-
-
-@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
     options: dict[str, Any], seen: list[Tensor]
 ) -> None:

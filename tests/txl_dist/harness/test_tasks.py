@@ -14,10 +14,9 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import txl_dist.harness.model  # noqa: F401  # registers `txl`
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import ENVIRONMENT
+from tests.support.prepared import prepared
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export
 from txl_dist.evaluation.distributed import evaluate
 from txl_dist.evaluation.spec import evaluation_spec
@@ -109,8 +108,7 @@ def close(metrics: dict[str, float]) -> dict[str, Any]:
 def test_a_document_has_the_perplexity_of_txl_eval(folder: Path, tmp_path: Path) -> None:
     """The protocols agree for one document that begins with its mark, read through the memory."""
     text = (LIBRARY / "this.py").read_text()
-    (tmp_path / "this.txt").write_text(text)
-    prepare_dataset([tmp_path / "this.txt"], tmp_path / "data", PrepareSettings())
+    prepared(tmp_path / "data", text)
     spec = evaluation_spec(
         folder / "model", str(tmp_path / "data"), split="train", tgt_len=None, mem_len=None, batch=4
     )

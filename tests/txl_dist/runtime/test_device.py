@@ -16,10 +16,11 @@ from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
     ZERO,
+    TinyRuns,
     losses,
     opened_trainer,
     tiny_spec,
-    train,
+    trained,
 )
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import default_settings
@@ -30,11 +31,7 @@ from txl_dist.generation.text import Sampling
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime import device
-from txl_dist.runtime.device import (
-    ENVIRONMENT,
-    autocast,
-    deterministic,
-)
+from txl_dist.runtime.device import ENVIRONMENT, autocast, deterministic
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config
 from txl_dist.training.spec import TrainSpec
@@ -100,17 +97,15 @@ def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     """Twenty steps in bf16 on one rank."""
     run = tmp_path_factory.mktemp("bf16")
     settings = (BF16, NO_EVALUATION, *DROPOUT, "training.keep_checkpoints=9")
-    assert ranks(1).run(train, tiny_spec(dataset, run, *settings, *ZERO["0"])) == [0]
+    trained(ranks, dataset, run, *settings, *ZERO["0"], num_ranks=1)
     return run
 
 
-def test_losses_in_bf16_are_close_to_those_in_fp32(
-    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path
-) -> None:
+def test_losses_in_bf16_are_close_to_those_in_fp32(tiny: TinyRuns, run: Path) -> None:
     settings = (NO_EVALUATION, *DROPOUT, *ZERO["0"])
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0]
-    assert losses(run) == pytest.approx(losses(tmp_path), rel=LOSS_TOLERANCE)
-    assert losses(run) != pytest.approx(losses(tmp_path), rel=1e-6), "nothing was bf16"
+    tiny.trained(tiny.path, *settings, num_ranks=1)
+    assert losses(run) == pytest.approx(losses(tiny.path), rel=LOSS_TOLERANCE)
+    assert losses(run) != pytest.approx(losses(tiny.path), rel=1e-6), "nothing was bf16"
 
 
 @pytest.mark.parametrize(
@@ -121,17 +116,15 @@ def test_losses_in_bf16_are_close_to_those_in_fp32(
     ],
 )
 def test_two_ranks_at_any_stage_have_close_losses_and_resume_bit_for_bit(
-    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, stage: str
+    tiny: TinyRuns, run: Path, stage: str
 ) -> None:
     settings = (BF16, NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
-    whole = tiny_spec(dataset, tmp_path / "whole", *settings, "training.keep_checkpoints=9")
-    assert ranks(2).run(train, whole) == [0, 0]
-    assert losses(tmp_path / "whole") == pytest.approx(losses(run), rel=LOSS_TOLERANCE)
-    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
-    resumed = tiny_spec(dataset, tmp_path / "resumed", *settings, resume=checkpoint)
-    assert ranks(2).run(train, resumed) == [0, 0]
-    expected = {step: loss for step, loss in losses(tmp_path / "whole").items() if step > 6}
-    assert losses(tmp_path / "resumed") == expected
+    tiny.trained("whole", *settings, "training.keep_checkpoints=9")
+    assert losses(tiny.path / "whole") == pytest.approx(losses(run), rel=LOSS_TOLERANCE)
+    checkpoint = str(tiny.path / "whole" / "checkpoints" / "step-00000006")
+    tiny.trained("resumed", *settings, resume=checkpoint)
+    expected = {step: loss for step, loss in losses(tiny.path / "whole").items() if step > 6}
+    assert losses(tiny.path / "resumed") == expected
 
 
 def forward_both_ways(world: World, spec: TrainSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,12 +141,10 @@ def forward_both_ways(world: World, spec: TrainSpec) -> tuple[Tensor, Tensor, Te
     return from_engine_BT.detach(), autocast_BT.detach(), exact_BT.detach()
 
 
-def test_training_and_evaluation_have_the_same_autocast(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_training_and_evaluation_have_the_same_autocast(tiny: TinyRuns) -> None:
     """DeepSpeed applies its own autocast, and disables one around its engine."""
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, BF16)
-    [(from_engine_BT, autocast_BT, exact_BT)] = ranks(1).run(forward_both_ways, spec)
+    spec = tiny.spec(tiny.path, NO_EVALUATION, BF16)
+    [(from_engine_BT, autocast_BT, exact_BT)] = tiny.ranks(1).run(forward_both_ways, spec)
     assert torch.equal(from_engine_BT, autocast_BT)
     assert not torch.equal(from_engine_BT, exact_BT)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import tiny_spec, train
+from tests.support.training_runs import TinyRuns, train
 from txl_dist.errors import ConfigError
 from txl_dist.runtime import fault_injection
 from txl_dist.runtime.fault_injection import (
@@ -68,14 +67,12 @@ def train_traced(world: World, spec: TrainSpec, trace: Path) -> int:
         del os.environ[TRACE_VARIABLE]
 
 
-def test_a_run_and_its_resume_reach_every_point(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_run_and_its_resume_reach_every_point(tiny: TinyRuns) -> None:
     settings = ("training.num_steps=4", "optimizer.warmup_steps=2", "evaluation.max_tokens=20")
-    spec = tiny_spec(dataset, tmp_path / "run", *settings, "training.checkpoint_interval_steps=3")
+    spec = tiny.spec("run", *settings, "training.checkpoint_interval_steps=3")
     for _ in range(2):
-        assert ranks(1).run(train_traced, spec, tmp_path / "trace") == [0]
-    reached = [line.split()[-1] for line in (tmp_path / "trace").read_text().splitlines()]
+        assert tiny.ranks(1).run(train_traced, spec, tiny.path / "trace") == [0]
+    reached = [line.split()[-1] for line in (tiny.path / "trace").read_text().splitlines()]
     # No store and no change of lanes in this run.
     assert set(reached) == {*POINTS} - {"upload", "replay", "score"}
     assert reached.count("step") == 4

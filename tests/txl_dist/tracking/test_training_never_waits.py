@@ -33,33 +33,6 @@ from txl_dist.tracking.tracker import LOCK, REQUEST, TrackingRequest
 wait_until = partial(commands.wait_until, poll_seconds=0.25)
 
 
-@pytest.mark.fault_row(32)
-@pytest.mark.fault
-def test_after_the_death_of_a_sender_the_next_start_delivers_and_no_point_is_doubled(
-    run_dir: Path,
-) -> None:
-    began = time.monotonic()
-    tracker = TrackingProcess(run_dir, tracking_config(run_dir), tags={"num_ranks": "2"})
-    assert time.monotonic() - began < 0.2
-    write_steps(run_dir, range(1, 101))
-    wait_until(lambda: len(delivered_steps(run_dir, tracker)) == 100)
-    (sender,) = senders_of(run_dir)
-    os.kill(sender, signal.SIGKILL)
-    write_steps(run_dir, range(101, 201))
-    tracker.close("preempted", timeout_seconds=0)
-    for replacement in senders_of(run_dir):
-        os.kill(replacement, signal.SIGKILL)
-
-    tracker = TrackingProcess(run_dir, tracking_config(run_dir), tags={"num_ranks": "2"})
-    tracker.close("finished", timeout_seconds=60)
-    assert delivered_steps(run_dir, tracker) == list(range(1, 201))
-    database = run_dir.parent / "mlflow.db"
-    assert run_ids(database) == [tracker.run_id]
-    assert status_of(database, tracker.run_id or "") == "FINISHED"
-    assert tags_of(database, tracker.run_id or "")["txl.num_ranks"] == "2"
-    assert senders_of(run_dir) == []
-
-
 TRAINING = """
 import os, sys, time
 from pathlib import Path

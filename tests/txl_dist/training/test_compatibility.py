@@ -15,7 +15,16 @@ from data_pipeline.shards.data_commands import excerpts
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, refusal, score_of_step, tiny_spec, train
+from tests.support.prepared import prepared
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    TinyRuns,
+    refusal,
+    score_of_step,
+    tiny_spec,
+    train,
+    trained,
+)
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -49,8 +58,7 @@ def _prepared(text: Path, out: Path, **settings: object) -> Path:
 @pytest.fixture(scope="module")
 def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
-    spec = tiny_spec(dataset, run, NO_EVALUATION, "training.num_steps=4")
-    assert ranks(1).run(train, spec) == [0]
+    trained(ranks, dataset, run, NO_EVALUATION, "training.num_steps=4", num_ranks=1)
     return run
 
 
@@ -134,21 +142,13 @@ def test_the_command_in_the_error_prepares_compatible_ids_and_names_do_not_count
     assert digest in str(caught.value)
 
 
-def prepare(out: Path, text: str) -> Path:
-    """A dataset with a tokenizer of the characters of `text`."""
-    corpus = out.with_suffix(".txt")
-    corpus.write_text(text)
-    prepare_dataset([corpus], out, PrepareSettings(tokenizer="char"))
-    return out
-
-
 @pytest.mark.fault_row(25)
 def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     ranks: RankGroups, tmp_path: Path
 ) -> None:
     text = "These are the same words, of as many characters. " * 20
-    data = prepare(tmp_path / "data", text)
-    other = prepare(tmp_path / "other", text.replace("e", "x"))
+    data = prepared(tmp_path / "data", text, tokenizer="char")
+    other = prepared(tmp_path / "other", text.replace("e", "x"), tokenizer="char")
     assert load_manifest(data).vocab_size == load_manifest(other).vocab_size
     settings = (NO_EVALUATION, "training.num_steps=5")
     assert ranks(1).run(train, tiny_spec(data, tmp_path / "run", *settings)) == [0]
@@ -226,25 +226,22 @@ def test_a_stage_that_cannot_run_the_optimizer_is_refused_with_the_reason(
     settings("optimizer.name=muon", "deepspeed.zero_stage=2")
 
 
-def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(tiny: TinyRuns) -> None:
     short = ("training.num_steps=4", "optimizer.averaging=asgd", "evaluation.max_tokens=40")
-    spec = tiny_spec(dataset, tmp_path, *short)
-    assert ranks(1).run(train, spec) == [0]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    tiny.trained(tiny.path, *short, num_ranks=1)
+    log = (tiny.path / "logs" / "rank-0.log").read_text()
     assert "scores the average of the weights" in log
 
-    path = tmp_path / "checkpoints" / "step-00000004"
+    path = tiny.path / "checkpoints" / "step-00000004"
     manifest = load_checkpoint_manifest(path)
     assert manifest.optimizer_states == ("average", "exp_avg", "exp_avg_sq")
 
-    scored = score(path, dataset, "auto")
-    assert scored == score(path, dataset, "averaged") != score(path, dataset, "last")
-    assert score_of_step(tmp_path, 4).nats_per_token == pytest.approx(scored, rel=1e-6)
+    scored = score(path, tiny.dataset, "auto")
+    assert scored == score(path, tiny.dataset, "averaged") != score(path, tiny.dataset, "last")
+    assert score_of_step(tiny.path, 4).nats_per_token == pytest.approx(scored, rel=1e-6)
 
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION, *short[:1])) == [4]
-    assert "optimizer.averaging: checkpoint 'asgd', now None" in refusal(tmp_path)
+    assert tiny.ranks(1).run(train, tiny.spec(tiny.path, NO_EVALUATION, *short[:1])) == [4]
+    assert "optimizer.averaging: checkpoint 'asgd', now None" in refusal(tiny.path)
 
 
 def score(checkpoint: Path, dataset: Path, weights: Any) -> float:

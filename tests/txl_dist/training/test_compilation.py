@@ -10,13 +10,13 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.testing import assert_close
 
-from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import small_model
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
     TINY,
     ZERO,
+    TinyRuns,
     losses,
     metrics,
     tiny_spec,
@@ -106,13 +106,13 @@ differed by 7.5e-5."""
     ids=str,
 )
 def test_compiled_layers_have_the_same_trajectory_and_are_compiled_before_the_first_step(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
+    tiny: TinyRuns, options: tuple[str, ...]
 ) -> None:
     settings = (NO_EVALUATION, "training.num_steps=12", *options)
-    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
-    assert ranks(1).run(train, tiny_spec(dataset, eager, *settings)) == [0]
-    spec = tiny_spec(dataset, compiled, *settings, COMPILE)
-    [(at_start, at_end)] = ranks(1).run(train_and_count_graphs, spec)
+    eager, compiled = tiny.path / "eager", tiny.path / "compiled"
+    tiny.trained(eager, *settings, num_ranks=1)
+    spec = tiny.spec(compiled, *settings, COMPILE)
+    [(at_start, at_end)] = tiny.ranks(1).run(train_and_count_graphs, spec)
     assert 0 < at_start == at_end < 9
     is_bf16 = options is BF16
     tolerance = BF16_TOLERANCE if is_bf16 else TOLERANCE

@@ -19,15 +19,14 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.diverging_runs import NanHidden
-from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import plain_optimizer
 from tests.support.training_runs import (
     NO_EVALUATION,
     ZERO,
+    TinyRuns,
     losses,
     metrics,
     opened_trainer,
-    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.tensors import load_model
@@ -131,19 +130,19 @@ SLOW_CASES = [
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
 def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str, stage: str
+    tiny: TinyRuns, optimizer: str, stage: str
 ) -> None:
     # In this order: the first override replaces the whole section.
-    spec = tiny_spec(dataset, tmp_path, RULES[optimizer], *SETTINGS, *ZERO[stage])
-    assert ranks(1).run(train, spec) == [0]
-    model, expected = plain_run(spec.config, dataset, optimizer)
+    spec = tiny.spec(tiny.path, RULES[optimizer], *SETTINGS, *ZERO[stage])
+    assert tiny.ranks(1).run(train, spec) == [0]
+    model, expected = plain_run(spec.config, tiny.dataset, optimizer)
     norms = [line["gradient_norm"] for line in expected]
     assert min(norms) < CLIPPING < max(norms), "some steps are clipped, others are not"
-    actual = [{name: line[name] for name in expected[0]} for line in metrics(tmp_path)]
+    actual = [{name: line[name] for name in expected[0]} for line in metrics(tiny.path)]
     assert len(actual) == NUM_STEPS
     for line, plain in zip(actual, expected, strict=True):
         assert line == pytest.approx(plain, rel=TOLERANCE)
-    trained, _, _ = load_model(tmp_path / "checkpoints" / f"step-{NUM_STEPS:08d}")
+    trained, _, _ = load_model(tiny.path / "checkpoints" / f"step-{NUM_STEPS:08d}")
     weights = dict(trained.named_parameters())
     atol = MUON_WEIGHT_TOLERANCE if optimizer == "muon" else TOLERANCE
     for name, weight in model.named_parameters():
@@ -151,9 +150,7 @@ def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("option", ["model.dropout", "model.dropatt"])
-def test_a_small_dropout_rate_has_an_effect(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, option: str
-) -> None:
+def test_a_small_dropout_rate_has_an_effect(tiny: TinyRuns, option: str) -> None:
     one_step = (
         NO_EVALUATION,
         "training.num_steps=1",
@@ -161,9 +158,8 @@ def test_a_small_dropout_rate_has_an_effect(
         "model.init_std=0.5",  # with the default, attention hardly affects the first loss
     )
     for rate in (0, 0.05):
-        spec = tiny_spec(dataset, tmp_path / str(rate), *one_step, f"{option}={rate}")
-        assert ranks(1).run(train, spec) == [0]
-    without, with_dropout = losses(tmp_path / "0"), losses(tmp_path / "0.05")
+        tiny.trained(tiny.path / str(rate), *one_step, f"{option}={rate}", num_ranks=1)
+    without, with_dropout = losses(tiny.path / "0"), losses(tiny.path / "0.05")
     assert with_dropout != pytest.approx(without, rel=TOLERANCE)
 
 
@@ -205,14 +201,12 @@ def of_step(step: int, *more: str) -> list[tuple[str, int]]:
     return [(name, step) for name in ("segment", "step", *more)]
 
 
-def test_an_observer_sees_every_event_on_all_ranks_and_adds_a_metric(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_an_observer_sees_every_event_on_all_ranks_and_adds_a_metric(tiny: TinyRuns) -> None:
     settings = (
         "training.num_steps=4", "training.log_interval_steps=2", "optimizer.warmup_steps=2",
         "training.checkpoint_interval_steps=2", "evaluation.max_tokens=100",
     )  # fmt: skip
-    seen = ranks(2).run(train_observed, tiny_spec(dataset, tmp_path, *settings))
+    seen = tiny.ranks(2).run(train_observed, tiny.spec(tiny.path, *settings))
     expected = [
         ("start", 0),
         *of_step(1),
@@ -222,18 +216,16 @@ def test_an_observer_sees_every_event_on_all_ranks_and_adds_a_metric(
         ("end", 4),
     ]
     assert seen == [expected, expected]
-    assert [line.get("answer") for line in metrics(tmp_path) if "loss" in line] == [42.0, 42.0]
+    assert [line.get("answer") for line in metrics(tiny.path) if "loss" in line] == [42.0, 42.0]
 
 
-def test_an_observer_is_told_of_a_rollback_before_the_steps_after_it(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_an_observer_is_told_of_a_rollback_before_the_steps_after_it(tiny: TinyRuns) -> None:
     settings = (
         "training.num_steps=4", "training.log_interval_steps=4", "evaluation.split=null",
         "training.checkpoint_interval_steps=1", "divergence.policy=rollback",
     )  # fmt: skip
-    spec = tiny_spec(dataset, tmp_path, *settings)
-    (seen,) = ranks(1).run(train_observed, spec, NanHidden(rank=0, steps=(3,)))
+    spec = tiny.spec(tiny.path, *settings)
+    (seen,) = tiny.ranks(1).run(train_observed, spec, NanHidden(rank=0, steps=(3,)))
     at = seen.index(("rollback", 1))
     assert seen[at - 2 : at] == [("save", 2), ("segment", 3)]
     assert seen[at + 1 : at + 3] == [("segment", 2), ("step", 2)]  # excluded: no update

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from tests.support.commands import run_txl
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import ZERO, losses, refusal, score_of_step, train
+from tests.support.prepared import prepared
+from tests.support.training_runs import ZERO, TinyRuns, losses, refusal, score_of_step, train
 from txl_dist.analysis.model_card import _training
 from txl_dist.analysis.run_report import read_run, run_page
 from txl_dist.analysis.run_status import read_status, status_lines
@@ -71,10 +70,18 @@ def origin(dataset: Path, tmp_path: Path) -> Path:
     return export(tmp_path / "origin", dataset)
 
 
-def spec_of(run: Path, dataset: Path, *overrides: str, **options: Any) -> TrainSpec:
+def spec_of(tiny: TinyRuns, run: str | Path, *overrides: str, **options: Any) -> TrainSpec:
+    run = tiny.path / run
     path = run.parent / f"{run.name}.yaml"
-    path.write_text(CONFIG.format(run=run, data=dataset, max_tokens=MAX_TOKENS))
+    path.write_text(CONFIG.format(run=run, data=tiny.dataset, max_tokens=MAX_TOKENS))
     return TrainSpec(config=load_run_config(path, overrides), **options)
+
+
+def started(
+    tiny: TinyRuns, run: str | Path, *overrides: str, num_ranks: int = 1, **options: Any
+) -> None:
+    spec = spec_of(tiny, run, *overrides, **options)
+    assert tiny.ranks(num_ranks).run(train, spec) == [0] * num_ranks
 
 
 def weights(path: Path) -> dict[str, Tensor]:
@@ -95,16 +102,15 @@ def score(path: Path, dataset: Path, *, num_ranks: int = 1, tgt_len: int | None 
     ("num_ranks", "stage"), [(1, "0"), (2, "0"), (2, "1"), (2, "2"), (2, "3"), (2, "3-all-spread")]
 )
 def test_a_run_has_the_weights_and_the_score_of_its_origin_at_every_stage(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path, num_ranks: int, stage: str
+    tiny: TinyRuns, origin: Path, num_ranks: int, stage: str
 ) -> None:
-    run = tmp_path / "run"
-    spec = spec_of(run, dataset, f"init_from={origin}", "seed=5", *ZERO[stage])
-    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+    run = tiny.path / "run"
+    started(tiny, run, f"init_from={origin}", "seed=5", *ZERO[stage], num_ranks=num_ranks)
 
     first = CheckpointDirectory(run).at(0)
     assert same(weights(first), weights(origin))
     assert not same(weights(CheckpointDirectory(run).at(2)), weights(origin))
-    assert score_of_step(run, 0).nats == score(origin, dataset, num_ranks=num_ranks)
+    assert score_of_step(run, 0).nats == score(origin, tiny.dataset, num_ranks=num_ranks)
     manifest = load_checkpoint_manifest(first)
     assert load_state(first, manifest).tokens == 0
     for name, entry in manifest.parameters.items():
@@ -115,56 +121,52 @@ def test_a_run_has_the_weights_and_the_score_of_its_origin_at_every_stage(
 
 
 def test_a_run_its_best_checkpoint_and_its_average_can_be_origins(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+    tiny: TinyRuns, origin: Path
 ) -> None:
-    first = tmp_path / "first"
+    first = tiny.path / "first"
     settings = (f"init_from={origin}", "optimizer.averaging=asgd", "optimizer.lr=30")
-    assert ranks(1).run(train, spec_of(first, dataset, *settings)) == [0]
+    started(tiny, first, *settings)
     # The rate is far too high, so the best weights are those of the start.
     assert (first / "BEST").read_text() == "checkpoints/step-00000000\n"
     for number, path in enumerate((first, first / "BEST", CheckpointDirectory(first).at(2))):
-        run = tmp_path / f"run-{number}"
-        spec = spec_of(run, dataset, f"init_from={path}", "training.num_steps=1")
-        assert ranks(2).run(train, spec) == [0, 0]
+        run = tiny.path / f"run-{number}"
+        started(tiny, run, f"init_from={path}", "training.num_steps=1", num_ranks=2)
         assert same(weights(CheckpointDirectory(run).at(0)), weights(path))
-        assert score_of_step(run, 0).nats == score(path, dataset, num_ranks=2)
+        assert score_of_step(run, 0).nats == score(path, tiny.dataset, num_ranks=2)
         state = load_state(run, load_checkpoint_manifest(CheckpointDirectory(run).at(1)))
         assert state.origin is not None
         assert state.origin.path == str(find_model(path).path)
 
 
 @pytest.mark.parametrize("kind", ["imported", "transformers"])
-def test_weights_of_other_programs_can_be_an_origin(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
-) -> None:
+def test_weights_of_other_programs_can_be_an_origin(tiny: TinyRuns, kind: str) -> None:
     """Those of `txl import` have no tokenizer: only the size of the vocabulary can be compared."""
-    manifest, origin, run = load_manifest(dataset), tmp_path / kind, tmp_path / "run"
+    manifest, origin, run = load_manifest(tiny.dataset), tiny.path / kind, tiny.path / "run"
     sizes: dict[str, Any] = {"vocab_size": manifest.vocab_size, "same_length": True, **SIZES}
     if kind == "imported":
         write_exported(origin, TransformerXL(ModelConfig(**sizes), seed=2), None)
     else:
         model = TransformerXL(ModelConfig.of_recipe("modern", **sizes), seed=3)
-        tokenizer, window = open_tokenizer(dataset, manifest), SIZES["mem_len"]
+        tokenizer, window = open_tokenizer(tiny.dataset, manifest), SIZES["mem_len"]
         write_for_transformers(origin, model, tokenizer, 3, window=window, card=None)
-    spec = spec_of(run, dataset, f"init_from={origin}", "training.num_steps=1")
-    assert ranks(2).run(train, spec) == [0, 0]
+    started(tiny, run, f"init_from={origin}", "training.num_steps=1", num_ranks=2)
     assert same(weights(CheckpointDirectory(run).at(0)), weights(origin))
-    assert score_of_step(run, 0).nats == score(origin, dataset, num_ranks=2, tgt_len=3)
+    assert score_of_step(run, 0).nats == score(origin, tiny.dataset, num_ranks=2, tgt_len=3)
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3", "3-all-spread"])
 def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path, stage: str
+    tiny: TinyRuns, origin: Path, stage: str
 ) -> None:
     settings = (f"init_from={origin}", "optimizer.lr_factors={hidden: 0}", "seed=5", *ZERO[stage])
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert ranks(2).run(train, spec_of(straight, dataset, *settings)) == [0, 0]
-    first = spec_of(stopped, dataset, *settings, "training.num_steps=2")
-    assert ranks(2).run(train, first) == [0, 0]
+    straight, stopped = tiny.path / "straight", tiny.path / "stopped"
+    started(tiny, straight, *settings, num_ranks=2)
+    first = spec_of(tiny, stopped, *settings, "training.num_steps=2")
+    assert tiny.ranks(2).run(train, first) == [0, 0]
     expected = weights(origin)
     shutil.rmtree(origin)
     allowed = {"allow_change": ("training.num_steps",)}
-    assert ranks(2).run(train, spec_of(stopped, dataset, *settings, **allowed)) == [0, 0]
+    started(tiny, stopped, *settings, **allowed, num_ranks=2)
     assert losses(stopped) == losses(straight)
 
     last = weights(CheckpointDirectory(stopped).at(4))
@@ -174,7 +176,7 @@ def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
         assert torch.equal(weight, expected[name]) == is_hidden, name
     # On another number of ranks, and at another stage.
     more = (*settings, *ZERO["1"], "training.num_steps=5")
-    assert ranks(1).run(train, spec_of(stopped, dataset, *more, **allowed)) == [0]
+    started(tiny, stopped, *more, **allowed)
     moved = weights(CheckpointDirectory(stopped).at(5))
     assert all(
         torch.equal(moved[name], expected[name]) == torch.equal(last[name], expected[name])
@@ -192,29 +194,26 @@ def stop_after_first_save(world: World, spec: TrainSpec) -> None:
 
 
 def test_a_run_that_was_killed_before_its_first_step_resumes_without_the_origin(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+    tiny: TinyRuns, origin: Path
 ) -> None:
-    run, expected = tmp_path / "run", score(origin, dataset)
-    spec = spec_of(run, dataset, f"init_from={origin}")
-    assert ranks(1).run(stop_after_first_save, spec) == [None]
+    run, expected = tiny.path / "run", score(origin, tiny.dataset)
+    spec = spec_of(tiny, run, f"init_from={origin}")
+    assert tiny.ranks(1).run(stop_after_first_save, spec) == [None]
     assert CheckpointDirectory(run).steps() == [0]
     assert not (run / "evaluations" / "step-00000000.json").exists()
     shutil.rmtree(origin)
-    assert ranks(1).run(train, spec_of(run, dataset, f"init_from={origin}")) == [0]
+    started(tiny, run, f"init_from={origin}")
     assert score_of_step(run, 0).nats == expected
     assert list(losses(run)) == [1, 2, 3, 4]
 
 
-def test_the_origin_of_a_run_is_fixed(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    spec = spec_of(run, dataset, f"init_from={origin}", "training.num_steps=1")
-    assert ranks(1).run(train, spec) == [0]
-    other = export(tmp_path / "other", dataset, seed=4)
+def test_the_origin_of_a_run_is_fixed(tiny: TinyRuns, origin: Path) -> None:
+    run = tiny.path / "run"
+    started(tiny, run, f"init_from={origin}", "training.num_steps=1")
+    other = export(tiny.path / "other", tiny.dataset, seed=4)
     for settings in ((f"init_from={other}",), tuple(f"model.{k}={v}" for k, v in SIZES.items())):
-        spec = spec_of(run, dataset, "training.num_steps=1", *settings)
-        assert ranks(1).run(train, spec) == [4]
+        spec = spec_of(tiny, run, "training.num_steps=1", *settings)
+        assert tiny.ranks(1).run(train, spec) == [4]
         assert "init_from: checkpoint" in refusal(run)
         assert "begin a new one in another directory" in refusal(run)
 
@@ -222,16 +221,14 @@ def test_the_origin_of_a_run_is_fixed(
 # --- the config -----------------------------------------------------------------------------------
 
 
-def test_a_config_is_completed_and_stays_so_in_the_run_directory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    origin = export(tmp_path / "origin", dataset, norm="rmsnorm", tie_weight=False)
-    run = tmp_path / "run"
-    spec = spec_of(run, dataset, f"init_from={origin}", "model.dropout=0.1", "training.num_steps=1")
+def test_a_config_is_completed_and_stays_so_in_the_run_directory(tiny: TinyRuns) -> None:
+    origin = export(tiny.path / "origin", tiny.dataset, norm="rmsnorm", tie_weight=False)
+    run = tiny.path / "run"
+    spec = spec_of(tiny, run, f"init_from={origin}", "model.dropout=0.1", "training.num_steps=1")
     expected = replace(find_model(origin).config, dropout=0.1)
     assert spec.config.model == expected
     assert not any("recipe" in warning for warning in spec.config.warnings)
-    assert ranks(1).run(train, spec) == [0]
+    assert tiny.ranks(1).run(train, spec) == [0]
     shutil.rmtree(origin)
     written = (run / "config.yaml").read_text()
     assert written == dump_run_config(spec.config)
@@ -239,21 +236,19 @@ def test_a_config_is_completed_and_stays_so_in_the_run_directory(
     assert load_plain(run / "config.yaml") == load_run_config(run / "config.yaml") == spec.config
 
 
-def test_the_optimizer_is_that_of_the_recipe_of_the_config(dataset: Path, tmp_path: Path) -> None:
-    origin = export(tmp_path / "origin", dataset, recipe="modern", **RECIPES["modern"])
-    plain = spec_of(tmp_path / "a", dataset, f"init_from={origin}").config
-    modern = spec_of(tmp_path / "b", dataset, f"init_from={origin}", "model.recipe=modern").config
+def test_the_optimizer_is_that_of_the_recipe_of_the_config(tiny: TinyRuns) -> None:
+    origin = export(tiny.path / "origin", tiny.dataset, recipe="modern", **RECIPES["modern"])
+    plain = spec_of(tiny, "a", f"init_from={origin}").config
+    modern = spec_of(tiny, "b", f"init_from={origin}", "model.recipe=modern").config
     assert replace(plain.model, recipe="modern") == modern.model == find_model(origin).config
     assert (plain.optimizer.name, modern.optimizer.name) == ("adamw", "muon")
 
 
-def test_every_command_sees_the_complete_config(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert ranks(1).run(train, spec_of(run, dataset, f"init_from={origin}")) == [0]
-    new = tmp_path / "new"
-    words = (tmp_path / "run.yaml", f"init_from={origin}", f"directory={new}")
+def test_every_command_sees_the_complete_config(tiny: TinyRuns, origin: Path) -> None:
+    run = tiny.path / "run"
+    started(tiny, run, f"init_from={origin}")
+    new = tiny.path / "new"
+    words = (tiny.path / "run.yaml", f"init_from={origin}", f"directory={new}")
     code, output = run_txl("config", "show", *words, "--json")
     assert (code, json.loads(output)["model"]["n_layer"]) == (0, 3)
     assert run_txl("config", "validate", *words)[0] == 0
@@ -271,10 +266,10 @@ def test_every_command_sees_the_complete_config(
     assert run_txl("train", *start, *fork)[0] == 0
 
 
-def test_all_contradictions_are_named_at_once(dataset: Path, origin: Path, tmp_path: Path) -> None:
+def test_all_contradictions_are_named_at_once(tiny: TinyRuns, origin: Path) -> None:
     wrong = ("model.n_layer=4", "model.norm=rmsnorm", "model.vocab_size=9")
     with pytest.raises(ConfigError) as error:
-        spec_of(tmp_path / "run", dataset, f"init_from={origin}", "model.d_head=6", *wrong)
+        spec_of(tiny, "run", f"init_from={origin}", "model.d_head=6", *wrong)
     text = str(error.value)
     assert f"the weights of {origin}" in text
     assert "model.n_layer=4, and the model has 3" in text
@@ -283,21 +278,18 @@ def test_all_contradictions_are_named_at_once(dataset: Path, origin: Path, tmp_p
     assert "d_head" not in text
 
 
-def test_what_changes_no_weights_may_differ(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
-) -> None:
+def test_what_changes_no_weights_may_differ(tiny: TinyRuns, origin: Path) -> None:
     other = (
         "mem_len=7", "mem_shares=[0.5, 1]", "same_length=true", "clamp_len=4", "dropout=0.1",
         "dropatt=0.2", "attention=reference", "init_std=0.5",
     )  # fmt: skip
-    run = tmp_path / "run"
+    run = tiny.path / "run"
     settings = (f"init_from={origin}", "training.num_steps=1", "data.tgt_len=4")
-    spec = spec_of(run, dataset, *settings, *(f"model.{each}" for each in other))
-    assert ranks(1).run(train, spec) == [0]
+    started(tiny, run, *settings, *(f"model.{each}" for each in other))
     assert same(weights(CheckpointDirectory(run).at(0)), weights(origin))
-    learned = export(tmp_path / "shaw", dataset, distance_encoding="shaw", clamp_len=4)
+    learned = export(tiny.path / "shaw", tiny.dataset, distance_encoding="shaw", clamp_len=4)
     with pytest.raises(ConfigError, match=r"model\.clamp_len=3, and the model has 4"):
-        spec_of(run.parent / "b", dataset, f"init_from={learned}", "model.clamp_len=3")
+        spec_of(tiny, "b", f"init_from={learned}", "model.clamp_len=3")
 
 
 @given(names=st.sets(st.sampled_from(sorted(asdict(ModelConfig())))))
@@ -319,62 +311,60 @@ def test_any_part_of_the_model_may_be_in_the_config(
 
 
 def test_a_setting_of_the_model_that_is_invalid_is_explained_with_its_line(
-    dataset: Path, origin: Path, tmp_path: Path
+    tiny: TinyRuns, origin: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"override model\.n_layer: model\.n_layer is \"x\""):
-        spec_of(tmp_path / "run", dataset, f"init_from={origin}", "model.n_layer=x")
+        spec_of(tiny, "run", f"init_from={origin}", "model.n_layer=x")
     with pytest.raises(ConfigError, match=r"init_from is 3; it should be a valid string"):
-        spec_of(tmp_path / "run", dataset, "init_from=3")
+        spec_of(tiny, "run", "init_from=3")
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_a_missing_or_foreign_model_is_refused_by_its_name(dataset: Path, tmp_path: Path) -> None:
+def test_a_missing_or_foreign_model_is_refused_by_its_name(tiny: TinyRuns) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
-        spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'nowhere'}")
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "config.json").write_text('{"model_type": "another"}')
+        spec_of(tiny, "run", f"init_from={tiny.path / 'nowhere'}")
+    (tiny.path / "foreign").mkdir()
+    (tiny.path / "foreign" / "config.json").write_text('{"model_type": "another"}')
     with pytest.raises(ConfigError, match=r"foreign/config\.json: model_type is 'another'"):
-        spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'foreign'}")
+        spec_of(tiny, "run", f"init_from={tiny.path / 'foreign'}")
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_missing_or_damaged_weights_leave_the_run_directory_unchanged(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path, is_missing: bool
+    tiny: TinyRuns, origin: Path, is_missing: bool
 ) -> None:
-    run = tmp_path / "run"
-    spec = spec_of(run, dataset, f"init_from={origin}")
+    run = tiny.path / "run"
+    spec = spec_of(tiny, run, f"init_from={origin}")
     file = origin / "model.safetensors"
     content = file.read_bytes()
     file.unlink() if is_missing else file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert ranks(2).run(train, spec) == [4, 4]
+    assert tiny.ranks(2).run(train, spec) == [4, 4]
     assert str(file) in refusal(run)
     assert not {"config.yaml", "metrics.jsonl", "checkpoints"} & {p.name for p in run.iterdir()}
     shutil.rmtree(origin)
-    export(origin, dataset)
-    assert ranks(2).run(train, spec) == [0, 0]
+    export(origin, tiny.dataset)
+    assert tiny.ranks(2).run(train, spec) == [0, 0]
 
 
 def test_data_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
-    ranks: RankGroups, tmp_path: Path
+    tiny: TinyRuns, tmp_path: Path
 ) -> None:
     """Also one with as many ids."""
     for name, word in (("own", "abcd "), ("other", "efgh "), ("larger", "abcde ")):
-        for number in range(4):
-            (tmp_path / f"{name}-{number}.txt").write_text(word * (100 + number))
-        settings = PrepareSettings(split={"valid": 0.3}, tokenizer="char")
-        prepare_dataset([*tmp_path.glob(f"{name}-*.txt")], tmp_path / name, settings)
+        texts = [word * (100 + number) for number in range(4)]
+        prepared(tmp_path / name, *texts, split={"valid": 0.3}, tokenizer="char")
     origin = export(tmp_path / "origin", tmp_path / "own")
     advice = f"--tokenizer {origin / 'tokenizer.json'}"
     for name in ("other", "larger"):
-        spec = spec_of(tmp_path / "run", tmp_path / name, f"init_from={origin}")
+        spec = spec_of(replace(tiny, dataset=tmp_path / name), "run", f"init_from={origin}")
         data = TrainingData.open(spec.config, num_ranks=1)
         with pytest.raises(DataError, match=f"txl prepare .* {advice}"):
             check_origin(spec, data)
-        assert ranks(2).run(train, spec) == [3, 3]
+        assert tiny.ranks(2).run(train, spec) == [3, 3]
         assert advice in refusal(tmp_path / "run")
-    spec = spec_of(tmp_path / "run", tmp_path / "own", f"init_from={origin}")
+    spec = spec_of(replace(tiny, dataset=tmp_path / "own"), "run", f"init_from={origin}")
     check_origin(spec, TrainingData.open(spec.config, num_ranks=1))
 
 
@@ -386,17 +376,15 @@ def find_in_own_folder(world: World, spec: TrainSpec, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_find_different_models_are_refused(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_find_different_models_are_refused(tiny: TinyRuns, origin: Path) -> None:
     for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        export(tmp_path / str(rank) / "model", dataset, seed=rank)
-    spec = spec_of(tmp_path / "run", dataset, f"init_from={origin}")
-    messages = ranks(2).run(find_in_own_folder, spec, tmp_path)
+        (tiny.path / str(rank)).mkdir()
+        export(tiny.path / str(rank) / "model", tiny.dataset, seed=rank)
+    spec = spec_of(tiny, "run", f"init_from={origin}")
+    messages = tiny.ranks(2).run(find_in_own_folder, spec, tiny.path)
     assert all("different models in model (sha256: rank 0 " in each for each in messages)
-    shutil.rmtree(tmp_path / "1" / "model")
-    messages = ranks(2).run(find_in_own_folder, spec, tmp_path)
+    shutil.rmtree(tiny.path / "1" / "model")
+    messages = tiny.ranks(2).run(find_in_own_folder, spec, tiny.path)
     assert all("model does not exist" in each for each in messages)
 
 
@@ -417,18 +405,16 @@ def tags_of_tracking(world: World, spec: TrainSpec) -> dict[str, str]:
     return tags
 
 
-def test_the_origin_is_recorded_and_shown_also_after_a_resume(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
+def test_the_origin_is_recorded_and_shown_also_after_a_resume(tiny: TinyRuns, origin: Path) -> None:
+    run = tiny.path / "run"
     expected = f"{origin} (sha256 {find_model(origin).digest})"
     tracked = "tracking.enabled=true"
     for num_steps in (1, 2):
         spec = spec_of(
-            run, dataset, f"init_from={origin}", tracked, f"training.num_steps={num_steps}",
+            tiny, run, f"init_from={origin}", tracked, f"training.num_steps={num_steps}",
             allow_change=("training.num_steps",),
         )  # fmt: skip
-        (tags,) = ranks(1).run(tags_of_tracking, spec)
+        (tags,) = tiny.ranks(1).run(tags_of_tracking, spec)
         assert tags["origin"] == expected
         attempt = newest_attempt(read_events(run))
         assert attempt is not None

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.commands import txl
 from tests.support.gloo_ranks import RankGroups
+from tests.support.prepared import prepared
 from tests.support.training_runs import (
     NO_EVALUATION,
     TINY,
@@ -41,12 +40,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three small datasets of bytes: the 20 steps of a run cross the ends of epochs."""
     datasets = {}
     for name, num_documents in (("oak", 11), ("ash", 7), ("elm", 5)):
-        folder = tmp_path_factory.mktemp(name)
-        for number in range(2 * num_documents):
-            (folder / f"{number:02d}.txt").write_text(f"{name} {number}" * (1 + number % 3))
-        settings = PrepareSettings(split={"valid": 0.5}, block_bytes=512)
-        datasets[name] = folder / "data"
-        prepare_dataset(sorted(folder.glob("*.txt")), datasets[name], settings)
+        texts = [f"{name} {number}" * (1 + number % 3) for number in range(2 * num_documents)]
+        out = tmp_path_factory.mktemp(name) / "data"
+        datasets[name] = prepared(out, *texts, split={"valid": 0.5}, block_bytes=512)
     return datasets
 
 
@@ -180,12 +176,10 @@ def test_evaluation_reads_the_first_corpus_that_has_the_split(
 def test_corpora_that_do_not_fit_together_are_refused_by_name(
     corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("words of another tokenizer " * 9)
-    prepare_dataset([text], tmp_path / "chars", PrepareSettings(tokenizer="char"))
-    copy = tmp_path / "copy"
+    chars, copy = tmp_path / "chars", tmp_path / "copy"
+    prepared(chars, "words of another tokenizer " * 9, tokenizer="char")
     shutil.copytree(corpora["oak"], copy)
-    datasets = {**corpora, "chars": tmp_path / "chars", "copy": copy}
+    datasets = {**corpora, "chars": chars, "copy": copy}
     for other, message in (
         ("chars", "corpora 'oak' .* and 'chars' .* type byte and char, vocab_size"),
         ("copy", "data.mixture.oak .* and copy .* are the same data"),

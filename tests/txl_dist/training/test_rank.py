@@ -5,6 +5,7 @@ A run directory contains no secrets.
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
@@ -12,23 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_spec, train
+from tests.support.prepared import prepared
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    TinyRuns,
+    losses,
+    metrics,
+    refusal,
+    tiny_spec,
+    train,
+)
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume, start
 from txl_dist.training.rank import _logging_to, _require_attention
 from txl_dist.training.spec import TrainSpec
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("undisturbed")
-    assert ranks(1).run(train, tiny_spec(dataset, run, NO_EVALUATION)) == [0]
-    return run
 
 
 def train_while_the_clock_runs_backwards(world: World, spec: TrainSpec) -> int:
@@ -40,12 +41,12 @@ def train_while_the_clock_runs_backwards(world: World, spec: TrainSpec) -> int:
 
 @pytest.mark.fault_row(34)
 def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
-    ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
+    tiny: TinyRuns, straight: Callable[..., Path]
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION)
-    assert ranks(1).run(train_while_the_clock_runs_backwards, spec) == [0]
-    assert losses(tmp_path) == losses(undisturbed)
-    lines = metrics(tmp_path)
+    spec = tiny.spec(tiny.path, NO_EVALUATION)
+    assert tiny.ranks(1).run(train_while_the_clock_runs_backwards, spec) == [0]
+    assert losses(tiny.path) == losses(straight(NO_EVALUATION, num_ranks=1))
+    lines = metrics(tiny.path)
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert all(line["time"] > later["time"] for line, later in pairwise(lines))
     assert all(line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 for line in lines)
@@ -53,12 +54,12 @@ def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
 
 @pytest.mark.fault_row(42)
 def test_a_log_on_a_full_disk_does_not_stop_training(
-    ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
+    tiny: TinyRuns, straight: Callable[..., Path]
 ) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION)) == [0]
-    assert losses(tmp_path) == losses(undisturbed)
+    (tiny.path / "logs").mkdir()
+    (tiny.path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    tiny.trained(tiny.path, NO_EVALUATION, num_ranks=1)
+    assert losses(tiny.path) == losses(straight(NO_EVALUATION, num_ranks=1))
 
 
 def test_a_log_has_names_that_are_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +72,11 @@ def test_a_log_has_names_that_are_not_utf8(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.fault_row(44)
-def test_no_secret_of_a_config_is_written_to_the_run_directory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_no_secret_of_a_config_is_written_to_the_run_directory(tiny: TinyRuns) -> None:
     """The resolved config, the manifests of checkpoints and the logs do not contain it."""
     secrets = ("tracking.uri=http://me:CANARY@127.0.0.1:1?token=CANARY", "training.num_steps=6")
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *secrets)
-    assert ranks(1).run(train, spec) == [0]
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    tiny.trained(tiny.path, NO_EVALUATION, *secrets, num_ranks=1)
+    files = [path for path in tiny.path.rglob("*") if path.is_file()]
     assert {"config.yaml", "manifest.json", "rank-0.log"} <= {path.name for path in files}
     assert [path for path in files if b"CANARY" in path.read_bytes()] == []
 
@@ -116,12 +114,9 @@ SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
 @pytest.fixture(scope="module")
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two folders, each with a dataset `data` of the same size, settings and name."""
-    folders = []
-    for letter in ("a", "b"):
-        folder = tmp_path_factory.mktemp(f"host-{letter}")
-        (folder / "text.txt").write_text(letter * 4000)
-        prepare_dataset([folder / "text.txt"], folder / "data", PrepareSettings())
-        folders.append(folder)
+    folders = [tmp_path_factory.mktemp("host") for _ in range(2)]
+    for letter, folder in zip("ab", folders, strict=True):
+        prepared(folder / "data", letter * 4000)
     return folders
 
 
@@ -163,37 +158,31 @@ def train_with_own_seed(world: World, spec: TrainSpec, directory: Path) -> int:
 
 
 @pytest.mark.fault_row(38)
-def test_another_config_on_one_rank_is_refused(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SHORT)
-    assert ranks(2).run(train_with_own_seed, spec, tmp_path) == [2, 2]
-    message = refusal(tmp_path)
+def test_another_config_on_one_rank_is_refused(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, *SHORT)
+    assert tiny.ranks(2).run(train_with_own_seed, spec, tiny.path) == [2, 2]
+    message = refusal(tiny.path)
     assert "  config: rank 0 " in message
     assert "sources" not in message
     assert "same command" in message
 
 
 @pytest.mark.fault_row(38)
-def test_other_sources_on_one_rank_are_refused(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SHORT)
-    assert ranks(2).run(train_on_other_sources, spec) == [2, 2]
-    assert "sources: rank 0 " in refusal(tmp_path)
-    assert "rank 1 edited" in refusal(tmp_path)
+def test_other_sources_on_one_rank_are_refused(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, *SHORT)
+    assert tiny.ranks(2).run(train_on_other_sources, spec) == [2, 2]
+    assert "sources: rank 0 " in refusal(tiny.path)
+    assert "rank 1 edited" in refusal(tiny.path)
 
 
-def test_a_resume_on_other_sources_is_logged(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *SHORT)) == [0]
-    manifest = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000005")
+def test_a_resume_on_other_sources_is_logged(tiny: TinyRuns) -> None:
+    tiny.trained(tiny.path, *SHORT, num_ranks=1)
+    manifest = load_checkpoint_manifest(tiny.path / "checkpoints" / "step-00000005")
     assert "(sources " in manifest.written_by
 
-    spec = tiny_spec(
-        dataset, tmp_path, *SHORT, "training.num_steps=6", allow_change=("training.num_steps",)
+    spec = tiny.spec(
+        tiny.path, *SHORT, "training.num_steps=6", allow_change=("training.num_steps",)
     )
-    assert ranks(1).run(train_on_other_sources, spec) == [0]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert tiny.ranks(1).run(train_on_other_sources, spec) == [0]
+    log = (tiny.path / "logs" / "rank-0.log").read_text()
     assert f"was written by {manifest.written_by}, this is txl-dist 9 (sources edited)" in log

@@ -1,4 +1,4 @@
-"""Skip and rollback: the trajectory afterwards, the run directory, and resumes."""
+"""Skip and rollback: the trajectory afterwards, the run directory, and resumes; a stop instead."""
 
 import json
 import math
@@ -21,8 +21,7 @@ from tests.support.diverging_runs import (
     final_state,
     train_with,
 )
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, TinyRuns, losses, metrics
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
 from txl_dist.training.loop import Trainer
@@ -45,23 +44,22 @@ def counters(run: Path) -> dict[int, tuple[int, int]]:
 
 
 def specs_with_change(
-    dataset: Path, run: Path, *settings: str, change: tuple[str, ...], step: int = 6
+    tiny: TinyRuns, run: Path, *settings: str, change: tuple[str, ...], step: int = 6
 ) -> list[TrainSpec]:
     """The specs of a run of 12 steps, the second of which changes settings after `step`."""
     allowed = ("training.num_steps", *(override.partition("=")[0] for override in change))
     constant = (*settings, "optimizer.schedule=constant", "optimizer.warmup_steps=0")
     return [
-        tiny_spec(dataset, run, *constant, f"training.num_steps={last_step}", *more,
-                 allow_change=allowed)
+        tiny.spec(run, *constant, f"training.num_steps={last_step}", *more, allow_change=allowed)
         for last_step, more in ((step, ()), (12, change))
-    ]  # fmt: skip
+    ]
 
 
 def ended(
-    ranks: RankGroups, spec: TrainSpec, *faults: Fault, num_ranks: int = 2, code: int = 0
+    tiny: TinyRuns, spec: TrainSpec, *faults: Fault, num_ranks: int = 2, code: int = 0
 ) -> list[tuple[int, str, list[str]]]:
     """How each rank ends that trains with these faults; all have this exit code."""
-    ends = ranks(num_ranks).run(train_with, spec, *faults)
+    ends = tiny.ranks(num_ranks).run(train_with, spec, *faults)
     assert [end for end, *_ in ends] == [code] * num_ranks, ends
     return ends
 
@@ -83,14 +81,12 @@ def texts_of_lanes(spec: TrainSpec, position: int) -> list[str]:
     return [ByteTokenizer().decode(row) for row in segment.input]
 
 
-def test_a_rollback_continues_as_if_the_steps_had_never_been_computed(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_rollback_continues_as_if_the_steps_had_never_been_computed(tiny: TinyRuns) -> None:
     """On two ranks after a poisoned weight, and on one rank that skips the steps directly."""
-    run, reference = tmp_path / "run", tmp_path / "reference"
-    spec = tiny_spec(dataset, run, *SETTINGS, ROLLBACK, *ZERO["2"])
-    ended(ranks, spec, NanWeight(rank=1, step=8))
-    (end,) = ranks(1).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(7, 8))
+    run, reference = tiny.path / "run", tiny.path / "reference"
+    spec = tiny.spec(run, *SETTINGS, ROLLBACK, *ZERO["2"])
+    ended(tiny, spec, NanWeight(rank=1, step=8))
+    (end,) = tiny.ranks(1).run(train_with, tiny.spec(reference, *SETTINGS), SkipSteps(7, 8))
     assert end[0] == 0
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert [*losses(run)] == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
@@ -102,13 +98,11 @@ def test_a_rollback_continues_as_if_the_steps_had_never_been_computed(
 
 
 @pytest.mark.fault_row(28)
-def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(tiny: TinyRuns) -> None:
+    straight, resumed = tiny.path / "straight", tiny.path / "resumed"
     settings = (*SETTINGS, SKIP, "training.num_steps=8")
-    spec = tiny_spec(dataset, straight, *settings)
-    ends = ended(ranks, spec, NanHidden(rank=1, steps=(5,)))
+    spec = tiny.spec(straight, *settings)
+    ends = ended(tiny, spec, NanHidden(rank=1, steps=(5,)))
     assert [*losses(straight)] == [1, 2, 3, 4, 6, 7, 8]
     assert counters(straight) == dict.fromkeys(range(5, 9), (1, 0))
     # A process says this before its first step, and the ranks of a test may have made steps.
@@ -127,11 +121,11 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
         for lane in dump["lanes"]:
             assert (lane["targets"], lane["text"]) == (3, texts[lane["lane"]])
 
-    spec = tiny_spec(dataset, resumed, *settings)
-    ended(ranks, spec, NanHidden(rank=1, steps=(5,)), StopAfter(5), code=75)
+    spec = tiny.spec(resumed, *settings)
+    ended(tiny, spec, NanHidden(rank=1, steps=(5,)), StopAfter(5), code=75)
     state = final_state(resumed, 5)
     assert (state.skipped_steps, state.contiguous_from, state.position) == (1, 15, 15)
-    assert ranks(2).run(train, tiny_spec(dataset, resumed, *settings)) == [0, 0]
+    tiny.trained(resumed, *settings)
     assert losses(resumed) == losses(straight)
     assert counters(resumed) == counters(straight)
 
@@ -140,18 +134,18 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("policy", [SKIP, ROLLBACK])
 def test_every_stage_has_the_same_trajectory_and_resumes_bit_for_bit(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, policy: str
+    tiny: TinyRuns, stage: str, policy: str
 ) -> None:
     """Two events, stops before and after them, on 2 ranks; and straight on 1 rank."""
-    one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
+    one, two, resumed = tiny.path / "one", tiny.path / "two", tiny.path / "resumed"
     settings = (*SETTINGS, policy, "model.dropout=0.1", *ZERO[stage])
     faults = (NanHidden(rank=0, steps=(6,)), NanHidden(rank=0, steps=(10,)))
     for num_ranks, run in ((1, one), (2, two)):
-        ended(ranks, tiny_spec(dataset, run, *settings), *faults, num_ranks=num_ranks)
+        ended(tiny, tiny.spec(run, *settings), *faults, num_ranks=num_ranks)
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     for step in (5, 7, 10):
-        ended(ranks, tiny_spec(dataset, resumed, *settings), *faults, StopAfter(step), code=75)
-    ended(ranks, tiny_spec(dataset, resumed, *settings), *faults)
+        ended(tiny, tiny.spec(resumed, *settings), *faults, StopAfter(step), code=75)
+    ended(tiny, tiny.spec(resumed, *settings), *faults)
     assert losses(resumed) == losses(two)
     skipped = {5, 6, 9, 10} if policy == ROLLBACK else {6, 10}
     assert {*range(1, 13)} - {*losses(two)} == skipped
@@ -159,14 +153,12 @@ def test_every_stage_has_the_same_trajectory_and_resumes_bit_for_bit(
 
 @pytest.mark.fault_row(29)
 @pytest.mark.slow
-def test_a_spike_is_undone_with_the_update_that_caused_it(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_spike_is_undone_with_the_update_that_caused_it(tiny: TinyRuns) -> None:
     """The update of step 8 is too large, and the loss of step 9 shows it."""
-    run, reference = tmp_path / "run", tmp_path / "reference"
-    spec = tiny_spec(dataset, run, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
-    assert [code for code, *_ in ranks(2).run(train_with, spec, HighRate(8))] == [0, 0]
-    ranks(2).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(8, 9))
+    run, reference = tiny.path / "run", tiny.path / "reference"
+    spec = tiny.spec(run, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
+    assert [code for code, *_ in tiny.ranks(2).run(train_with, spec, HighRate(8))] == [0, 0]
+    tiny.ranks(2).run(train_with, tiny.spec(reference, *SETTINGS), SkipSteps(8, 9))
     assert losses(run) == losses(reference)
     assert dumps(run, 9)[0]["loss"] > 20
     # No step was compared with losses of the abandoned trajectory.
@@ -175,29 +167,27 @@ def test_a_spike_is_undone_with_the_update_that_caused_it(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_update_that_led_to_the_event_is_not_used(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
-    ends = ranks(2).run(train_with, spec, HighRate(9))  # the checkpoint of step 9 has its weights
+def test_a_checkpoint_of_the_update_that_led_to_the_event_is_not_used(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
+    ends = tiny.ranks(2).run(
+        train_with, spec, HighRate(9)
+    )  # the checkpoint of step 9 has its weights
     assert [code for code, *_ in ends] == [0, 0]
     returned = "to the checkpoint of step 6; the run continues without steps 9 and 10"
     assert any(returned in event for event in ends[0][2])
-    names = {path.name for path in CheckpointDirectory(tmp_path).path.iterdir()}
+    names = {path.name for path in CheckpointDirectory(tiny.path).path.iterdir()}
     assert "superseded-step-00000009" in names
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_weights_that_a_save_refuses_are_undone(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int
-) -> None:
+def test_weights_that_a_save_refuses_are_undone(tiny: TinyRuns, num_ranks: int) -> None:
     """Step 9 has a checkpoint, so its save finds the infinite weights too, at any time."""
-    run, reference = tmp_path / "run", tmp_path / "reference"
-    spec = tiny_spec(dataset, run, *SETTINGS, ROLLBACK)
-    ends = ended(ranks, spec, HighRate(9, factor=math.inf), num_ranks=num_ranks)
+    run, reference = tiny.path / "run", tiny.path / "reference"
+    spec = tiny.spec(run, *SETTINGS, ROLLBACK)
+    ends = ended(tiny, spec, HighRate(9, factor=math.inf), num_ranks=num_ranks)
     returned = "to the checkpoint of step 6; the run continues without steps 9 and 10"
     assert any(returned in event for event in ends[0][2])
-    ranks(num_ranks).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(9, 10))
+    tiny.ranks(num_ranks).run(train_with, tiny.spec(reference, *SETTINGS), SkipSteps(9, 10))
     assert losses(run) == losses(reference)
     assert CheckpointDirectory(run).steps() == [9, 12]
 
@@ -224,14 +214,14 @@ class RefuseSave:
     ("num_ranks", "last_step"), [(2, 12), pytest.param(2, 9, marks=pytest.mark.slow), (1, 9)]
 )
 def test_weights_that_only_a_save_refuses_are_undone(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, last_step: int
+    tiny: TinyRuns, num_ranks: int, last_step: int
 ) -> None:
     """Of two ranks, only the last one finds them."""
-    run, reference = tmp_path / "run", tmp_path / "reference"
+    run, reference = tiny.path / "run", tiny.path / "reference"
     settings = (*SETTINGS, ROLLBACK, f"training.num_steps={last_step}")
     fault = RefuseSave(9, rank=num_ranks - 1)
-    ended(ranks, tiny_spec(dataset, run, *settings), fault, num_ranks=num_ranks)
-    ranks(num_ranks).run(train_with, tiny_spec(dataset, reference, *settings), SkipSteps(9))
+    ended(tiny, tiny.spec(run, *settings), fault, num_ranks=num_ranks)
+    tiny.ranks(num_ranks).run(train_with, tiny.spec(reference, *settings), SkipSteps(9))
     assert losses(run) == losses(reference)
     checkpoints = CheckpointDirectory(run)
     assert checkpoints.newest_step() == last_step
@@ -239,18 +229,16 @@ def test_weights_that_only_a_save_refuses_are_undone(
 
 
 @pytest.mark.slow
-def test_skipped_steps_survive_a_kill_directly_after_the_rollback(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_skipped_steps_survive_a_kill_directly_after_the_rollback(tiny: TinyRuns) -> None:
     """The checkpoint of step 6 has them, before any later checkpoint is written."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight, killed = tiny.path / "straight", tiny.path / "killed"
     fault = NanWeight(rank=1, step=8)
-    ranks(2).run(train_with, tiny_spec(dataset, straight, *SETTINGS, ROLLBACK), fault)
-    spec = tiny_spec(dataset, killed, *SETTINGS, ROLLBACK)
+    tiny.ranks(2).run(train_with, tiny.spec(straight, *SETTINGS, ROLLBACK), fault)
+    spec = tiny.spec(killed, *SETTINGS, ROLLBACK)
     # The second fault ends the run as a kill would: nothing is saved.
-    ended(ranks, spec, fault, EndAtStep(7), code=3)
+    ended(tiny, spec, fault, EndAtStep(7), code=3)
     assert CheckpointDirectory(killed).steps() == [3, 6]
-    assert ranks(2).run(train, tiny_spec(dataset, killed, *SETTINGS, ROLLBACK)) == [0, 0]
+    tiny.trained(killed, *SETTINGS, ROLLBACK)
     assert losses(killed) == losses(straight)
     assert counters(killed) == counters(straight)
 
@@ -275,54 +263,46 @@ class EndAtStep:
 
 
 @pytest.mark.slow
-def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(tiny: TinyRuns) -> None:
     """The checkpoint of the change has the memory of other lanes."""
-    run, reference = tmp_path / "run", tmp_path / "reference"
+    run, reference = tiny.path / "run", tiny.path / "reference"
     settings = (*SETTINGS, ROLLBACK, "data.reset=stream")
     for path, fault in ((run, NanHidden(rank=0, steps=(9,))), (reference, SkipSteps(8, 9))):
-        specs = specs_with_change(dataset, path, *settings, change=("data.num_lanes=3",))
+        specs = specs_with_change(tiny, path, *settings, change=("data.num_lanes=3",))
         for spec, faults in zip(specs, ((), (fault,)), strict=True):
-            assert [code for code, *_ in ranks(2).run(train_with, spec, *faults)] == [0, 0]
+            assert [code for code, *_ in tiny.ranks(2).run(train_with, spec, *faults)] == [0, 0]
     assert losses(run) == losses(reference)
     assert metrics(run)[-1]["lost_steps"] == 2
 
 
 @pytest.mark.slow
-def test_a_rollback_without_an_older_checkpoint_stops(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS, ROLLBACK)
-    ends = ranks(2).run(train_with, spec, NanHidden(rank=0, steps=(4,)))
+def test_a_rollback_without_an_older_checkpoint_stops(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, *SETTINGS, ROLLBACK)
+    ends = tiny.ranks(2).run(train_with, spec, NanHidden(rank=0, steps=(4,)))
     for code, message, _ in ends:
         assert code == 5
         assert "finds no checkpoint of a step before 3" in message
-    assert len(dumps(tmp_path, 4)) == 2
+    assert len(dumps(tiny.path, 4)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [SKIP, ROLLBACK])
 def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, policy: str
+    tiny: TinyRuns, policy: str
 ) -> None:
     """Also after a resume, which resets the number of events only if it names a checkpoint."""
     settings = (*SETTINGS, policy, "divergence.max_events=2", "training.keep_checkpoints=9")
     fault = NanHidden(rank=1, steps=range(8, 13))
-    spec = tiny_spec(dataset, tmp_path, *settings)
-    assert ranks(2).run(train_with, spec, fault, StopAfter(8))[0][0] == 75
-    for code, message, _ in ranks(2).run(
-        train_with, tiny_spec(dataset, tmp_path, *settings), fault
-    ):
+    spec = tiny.spec(tiny.path, *settings)
+    assert tiny.ranks(2).run(train_with, spec, fault, StopAfter(8))[0][0] == 75
+    for code, message, _ in tiny.ranks(2).run(train_with, tiny.spec(tiny.path, *settings), fault):
         assert code == 5
         assert "This is event 3 within 1000 steps, more than divergence.max_events=2" in message
         # The rollback of step 9 has excluded step 6 too, the last update before it.
-        last_good = CheckpointDirectory(tmp_path).at(6 if policy == SKIP else 3)
+        last_good = CheckpointDirectory(tiny.path).at(6 if policy == SKIP else 3)
         assert f"--resume {last_good}" in message
-    given = tiny_spec(
-        dataset, tmp_path / "fork", *settings, resume=str(CheckpointDirectory(tmp_path).at(3))
-    )
-    for code, message, events in ranks(2).run(train_with, given, fault):
+    given = tiny.spec("fork", *settings, resume=str(CheckpointDirectory(tiny.path).at(3)))
+    for code, message, events in tiny.ranks(2).run(train_with, given, fault):
         assert code == 5
         # The checkpoint of step 3 has the steps 6 to 9 that rollbacks have excluded. So step 10 is
         # the first event of the fork, whose directory has no checkpoint before step 5.
@@ -331,17 +311,15 @@ def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
         assert sum("event 1 of at most 2" in event for event in events) == 1
 
 
-def test_weights_that_cannot_be_evaluated_are_given_up(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_weights_that_cannot_be_evaluated_are_given_up(tiny: TinyRuns) -> None:
     """The update of step 8 is too large; the evaluation of step 8 shows it before the next loss."""
     settings = (
         "training.num_steps=12", "training.checkpoint_interval_steps=3", ROLLBACK,
         "evaluation.interval_steps=4", "evaluation.max_tokens=200",
     )  # fmt: skip
-    run, reference = tmp_path / "run", tmp_path / "reference"
+    run, reference = tiny.path / "run", tiny.path / "reference"
     for path, fault in ((run, HighRate(8, factor=1e30)), (reference, SkipSteps(8))):
-        (end,) = ranks(1).run(train_with, tiny_spec(dataset, path, *settings), fault)
+        (end,) = tiny.ranks(1).run(train_with, tiny.spec(path, *settings), fault)
         assert end[0] == 0, end[1]
     assert losses(run) == losses(reference)
     assert scores(run) == scores(reference)
@@ -356,18 +334,18 @@ def scores(run: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rollback_to_before_a_change_continues_with_the_new_settings(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int
+    tiny: TinyRuns, num_ranks: int
 ) -> None:
     """Step 7 is the first one with other lanes; its loss comes from the update of step 6. So the
     run is that which was changed after step 3, without the steps 6 and 7."""
-    run, reference = tmp_path / "run", tmp_path / "reference"
+    run, reference = tiny.path / "run", tiny.path / "reference"
     settings, change = (*SETTINGS, ROLLBACK), ("data.num_lanes=3", "model.mem_len=4")
     for path, step, fault in (
         (run, 6, NanHidden(rank=0, steps=(7,))), (reference, 3, SkipSteps(6, 7))
     ):  # fmt: skip
-        specs = specs_with_change(dataset, path, *settings, change=change, step=step)
+        specs = specs_with_change(tiny, path, *settings, change=change, step=step)
         for spec, faults in zip(specs, ((), (fault,)), strict=True):
-            ends = ended(ranks, spec, *faults, num_ranks=num_ranks)
+            ends = ended(tiny, spec, *faults, num_ranks=num_ranks)
         if path == run:
             returned = "returned from step 6 to the checkpoint of step 3"
             assert any(returned in event for event in ends[0][2])
@@ -375,11 +353,9 @@ def test_a_rollback_to_before_a_change_continues_with_the_new_settings(
     assert [*losses(run)] == [1, 2, 3, 4, 5, *range(8, 13)]
 
 
-def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(tiny: TinyRuns) -> None:
     """Step 6 has a line, and is skipped by the process that resumes after step 5."""
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight, resumed = tiny.path / "straight", tiny.path / "resumed"
     settings = (*SETTINGS, SKIP, "training.log_interval_steps=2")
     fault = NanHidden(rank=0, steps=(6,))
     for run, faults in (
@@ -387,7 +363,7 @@ def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
         (resumed, (fault, StopAfter(5))),
         (resumed, (fault,)),
     ):
-        ranks(1).run(train_with, tiny_spec(dataset, run, *settings), *faults)
+        tiny.ranks(1).run(train_with, tiny.spec(run, *settings), *faults)
     names = ("step", "loss", "lr", "gradient_norm", "memory_valid", "skipped_steps")
     lines = [
         [{name: line.get(name) for name in names} for line in metrics(run)]
@@ -397,11 +373,27 @@ def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
     assert [line["step"] for line in lines[0]] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_memory_that_was_replayed_has_no_gap(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_memory_that_was_replayed_has_no_gap(tiny: TinyRuns) -> None:
     settings = (*SETTINGS, SKIP, "data.reset=stream")
-    for spec in specs_with_change(dataset, tmp_path, *settings, change=("data.num_lanes=3",)):
-        assert ranks(1).run(train_with, spec, NanHidden(rank=0, steps=(6,)))[0][0] == 0
-    valid = {line["step"]: line.get("memory_valid") for line in metrics(tmp_path)}
+    for spec in specs_with_change(tiny, tiny.path, *settings, change=("data.num_lanes=3",)):
+        assert tiny.ranks(1).run(train_with, spec, NanHidden(rank=0, steps=(6,)))[0][0] == 0
+    valid = {line["step"]: line.get("memory_valid") for line in metrics(tiny.path)}
     assert valid[7] == 1.0
+
+
+# --- without recovery -----------------------------------------------------------------------------
+
+
+@pytest.mark.fault_row(28, 29)
+@pytest.mark.fault
+@pytest.mark.parametrize("fault", [NanWeight(rank=1, step=10), HighRate(9)], ids=["nan", "spike"])
+def test_stop_ends_the_run_at_the_event(tiny: TinyRuns, fault: Fault) -> None:
+    """Both are seen in the loss of step 10."""
+    spec = tiny.spec(tiny.path, *SETTINGS, *SPIKES)
+    for code, message, _ in tiny.ranks(2).run(train_with, spec, fault):
+        assert code == 5
+        assert "the loss of step 10 is " in message
+        assert "no rank has changed its weights" in message
+        assert str(tiny.path / "events" / "divergence-step-00000010-rank-*.json") in message
+    assert max(losses(tiny.path)) == 9
+    assert len([*(tiny.path / "events").iterdir()]) == 2

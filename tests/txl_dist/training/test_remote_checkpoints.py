@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ import pytest
 from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, losses, refusal, train
 from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
@@ -35,28 +33,21 @@ from txl_dist.training.spec import TrainSpec
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],
-    bucket: Any,
-    num_ranks: int,
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any, num_ranks: int
 ) -> None:
-    straight = tiny_spec(dataset, tmp_path / "straight", NO_EVALUATION)
-    assert ranks(num_ranks).run(train, straight) == [0] * num_ranks
-
-    spec = tiny_spec(dataset, tmp_path / "run", *SETTINGS)
-    ends = ranks(num_ranks).run(in_cloud, aws, train_changed, spec, die_after, 13)
+    straight = tiny.trained("straight", NO_EVALUATION, num_ranks=num_ranks)
+    spec = tiny.spec("run", *SETTINGS)
+    ends = tiny.ranks(num_ranks).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3] * num_ranks
     assert remote_steps(bucket) == [5, 10]
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tiny.path / "run")
 
-    assert ranks(num_ranks).run(in_cloud, aws, train, spec) == [0] * num_ranks
-    assert "resuming at step 10" in (tmp_path / "run/logs/rank-0.log").read_text()
-    assert losses(tmp_path / "run") == losses(straight.run_path)
-    time = WallTime.of(read_events(tmp_path / "run"))
+    assert tiny.ranks(num_ranks).run(in_cloud, aws, train, spec) == [0] * num_ranks
+    assert "resuming at step 10" in (tiny.path / "run/logs/rank-0.log").read_text()
+    assert losses(tiny.path / "run") == losses(straight)
+    time = WallTime.of(read_events(tiny.path / "run"))
     assert (time.restarts, time.seconds["down"] > 0) == (1, True)
-    local = CheckpointDirectory(tmp_path / "run")
+    local = CheckpointDirectory(tiny.path / "run")
     assert remote_steps(bucket) == local.steps(), "the same retention"
     # The upload may have read an older one at the last removal; a later run removes it.
     assert local.steps()[-2:] == [15, 20]
@@ -82,16 +73,16 @@ def continue_elsewhere(trainer: Trainer, step: int, command: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.fault_row(36)
 def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str], bucket: Any
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any
 ) -> None:
     """Two hosts with a disk each: no lock and no directory is common to the two attempts."""
-    straight, older, newer = (tmp_path / name for name in ("straight", "older", "newer"))
-    assert ranks(1).run(train, tiny_spec(dataset, straight, NO_EVALUATION)) == [0]
-    overrides = [f"data.path={dataset}", f"directory={newer}", *SETTINGS]
+    straight, older, newer = (tiny.path / name for name in ("straight", "older", "newer"))
+    tiny.trained(straight, NO_EVALUATION, num_ranks=1)
+    overrides = [f"data.path={tiny.dataset}", f"directory={newer}", *SETTINGS]
     command = [sys.executable, "-m", "txl_dist", "train", str(TINY), *overrides]
     command += ["--on", "processes"]
-    spec = tiny_spec(dataset, older, *SETTINGS)
-    [(code, message)] = ranks(1).run(
+    spec = tiny.spec(older, *SETTINGS)
+    [(code, message)] = tiny.ranks(1).run(
         in_cloud, aws, train_changed, spec, continue_elsewhere, 7, command
     )
     assert code == 4, message
@@ -110,48 +101,48 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
 
 @pytest.mark.slow
 def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str], bucket: Any
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any
 ) -> None:
     """Its command can be repeated, also on an empty disk."""
 
     def start(spec: TrainSpec, *changes: Any) -> Any:
         function = train_changed if changes else train
-        (end,) = ranks(1).run(in_cloud, aws, function, spec, *changes)
+        (end,) = tiny.ranks(1).run(in_cloud, aws, function, spec, *changes)
         return end
 
-    source = tiny_spec(dataset, tmp_path / "source", NO_EVALUATION, *SETTINGS[2:])
+    source = tiny.spec("source", NO_EVALUATION, *SETTINGS[2:])
     assert start(source) == 0
     given = str(CheckpointDirectory(source.run_path).at(15))
-    spec = tiny_spec(dataset, tmp_path / "run", *SETTINGS, resume=given)
+    spec = tiny.spec("run", *SETTINGS, resume=given)
     assert start(spec, die_after, 18)[0] == 3
     assert start(spec, die_after, 18)[0] == 3, "before it has saved a checkpoint"
     assert start(spec) == 0
     assert remote_steps(bucket) == [20]
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tiny.path / "run")
     longer = (*SETTINGS, "training.num_steps=22")
     allow = {"resume": given, "allow_change": ("training.num_steps", "optimizer.lr")}
-    assert start(tiny_spec(dataset, tmp_path / "run", *longer, **allow)) == 0
-    assert "resuming at step 20" in (tmp_path / "run/logs/rank-0.log").read_text()
+    assert start(tiny.spec("run", *longer, **allow)) == 0
+    assert "resuming at step 20" in (tiny.path / "run/logs/rank-0.log").read_text()
     assert remote_steps(bucket) == [20, 22]
 
     # A fork that begins elsewhere would replace these copies.
-    copies, other = bucket.find("bucket/runs/one/checkpoints"), tmp_path / "other"
+    copies, other = bucket.find("bucket/runs/one/checkpoints"), tiny.path / "other"
     allow["resume"] = str(CheckpointDirectory(source.run_path).at(20))
     for _ in range(2):
-        assert start(tiny_spec(dataset, other, *longer, **allow)) == 2
+        assert start(tiny.spec(other, *longer, **allow)) == 2
         assert "has checkpoints of another run" in refusal(other)
     assert CheckpointDirectory(other).newest_step() is None
     assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
 def test_a_spec_that_does_not_fit_the_copies_gets_none_of_their_files(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str], bucket: Any
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any
 ) -> None:
     """A mistyped URL is that of another run: the directory must stay usable with the right one."""
-    spec = tiny_spec(dataset, tmp_path / "first", *SETTINGS)
-    assert ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 8)[0][0] == 3
-    other = tiny_spec(dataset, tmp_path / "second", *SETTINGS, "seed=7")
-    assert ranks(1).run(in_cloud, aws, train, other) == [4]
+    spec = tiny.spec("first", *SETTINGS)
+    assert tiny.ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 8)[0][0] == 3
+    other = tiny.spec("second", *SETTINGS, "seed=7")
+    assert tiny.ranks(1).run(in_cloud, aws, train, other) == [4]
     assert "seed: checkpoint 3, now 7" in refusal(other.run_path)
     assert not (other.run_path / "metrics.jsonl").exists()
     assert CheckpointDirectory(other.run_path).steps() == []
@@ -189,60 +180,59 @@ def train_with_store_away(
 
 @pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_later(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str], bucket: Any
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, spec, 1, 20)
+    spec = tiny.spec(tiny.path, *SETTINGS)
+    ((code, num_failed),) = tiny.ranks(1).run(in_cloud, aws, train_with_store_away, spec, 1, 20)
     assert (code, num_failed > 0) == (0, True)
     assert remote_steps(bucket) == [15, 20]
 
 
 def test_a_restart_by_its_launch_needs_no_store(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str], bucket: Any
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any
 ) -> None:
     """Another launch may lack newer checkpoints, so it does."""
-    straight = tiny_spec(dataset, tmp_path / "straight", NO_EVALUATION)
-    assert ranks(1).run(train, straight) == [0]
-    spec = tiny_spec(dataset, tmp_path / "run", *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 13)
+    straight = tiny.trained("straight", NO_EVALUATION, num_ranks=1)
+    spec = tiny.spec("run", *SETTINGS)
+    ends = tiny.ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3]
     other = spec.model_copy(update={"launch_id": "another"})
-    ((code, _),) = ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
+    ((code, _),) = tiny.ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
     assert code == 4
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, spec, 0, 17)
+    ((code, num_failed),) = tiny.ranks(1).run(in_cloud, aws, train_with_store_away, spec, 0, 17)
     assert (code, num_failed > 0) == (0, True)
-    assert losses(spec.run_path) == losses(straight.run_path)
+    assert losses(spec.run_path) == losses(straight)
     assert remote_steps(bucket) == [15, 20]
     assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"
 
 
 @pytest.mark.slow
 def test_a_restart_without_the_store_stops_if_the_run_has_gone_on_elsewhere(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str], bucket: Any
+    tiny: TinyRuns, aws: dict[str, str], bucket: Any
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 13)
+    spec = tiny.spec(tiny.path, *SETTINGS)
+    ends = tiny.ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3]
     other = AttemptRecord.of_this_process(number=2, launch_id="other")
     bucket.pipe(f"bucket/runs/one/attempts/{other.file_name}", other.model_dump_json().encode())
     copies = bucket.find("bucket/runs/one/checkpoints")
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, spec, 0, 14)
+    ((code, num_failed),) = tiny.ranks(1).run(in_cloud, aws, train_with_store_away, spec, 0, 14)
     assert (code, num_failed > 0) == (4, True)
-    assert "attempt 2 (host" in (tmp_path / "logs/rank-0.log").read_text()
+    assert "attempt 2 (host" in (tiny.path / "logs/rank-0.log").read_text()
     bucket.invalidate_cache()
     assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
 @pytest.mark.slow
 def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str]
+    tiny: TinyRuns, aws: dict[str, str]
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
-    ends = ranks(2).run(in_cloud, aws, train_with_store_away, spec, 1, 99)
+    spec = tiny.spec(tiny.path, *SETTINGS)
+    ends = tiny.ranks(2).run(in_cloud, aws, train_with_store_away, spec, 1, 99)
     assert [code for code, _ in ends] == [4, 4]
     for rank in range(2):
-        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        log = (tiny.path / "logs" / f"rank-{rank}.log").read_text()
         assert f"could not be copied to {URL}: ConnectionError: 503" in log
         assert "The same command repeats the upload" in log
-    assert CheckpointDirectory(tmp_path).steps() == [15, 20]
-    assert ranks(2).run(in_cloud, aws, train, spec) == [0, 0], "the same command uploads"
+    assert CheckpointDirectory(tiny.path).steps() == [15, 20]
+    assert tiny.ranks(2).run(in_cloud, aws, train, spec) == [0, 0], "the same command uploads"

@@ -1,7 +1,6 @@
 """Replay: the memory after a change of lanes or `mem_len` is that of an uninterrupted reading."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ from torch.testing import assert_close
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import Remainder
 from data_pipeline.streams.segment_stream import SegmentStream
-from tests.support.gloo_ranks import RankGroups
 from tests.support.running_mean import overrides_of
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import random_corpus
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TinyRuns, losses, metrics, refusal, train
 from txl_dist.model.memory import memory_kind
 
 CONSTANT_WEIGHTS = ("optimizer.lr=1.0e-30", "optimizer.min_lr=0", "optimizer.warmup_steps=0")
@@ -62,9 +60,7 @@ def test_the_context_gives_a_compressive_memory_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(tiny: TinyRuns) -> None:
     """With constant weights the losses of the runs are comparable. With `init_std` attention and
     memory matter: a memory that was not replayed changes losses by 1 %.
     """
@@ -75,36 +71,32 @@ def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
     for name, mem_len, num_steps in [
         ("long", 10, 10), ("short", 4, 10), ("changed", 4, 5), ("changed", 10, 10),
     ]:  # fmt: skip
-        spec = tiny_spec(
-            dataset, tmp_path / name, *settings,
+        tiny.trained(
+            tiny.path / name, *settings,
             f"model.mem_len={mem_len}", f"training.num_steps={num_steps}",
-            allow_change=("model.mem_len", "training.num_steps"),
+            allow_change=("model.mem_len", "training.num_steps"), num_ranks=1,
         )  # fmt: skip
-        assert ranks(1).run(train, spec) == [0]
-    changed = losses(tmp_path / "changed")
+    changed = losses(tiny.path / "changed")
     for name, steps in [("short", range(1, 6)), ("long", range(6, 11))]:
-        expected = losses(tmp_path / name)
+        expected = losses(tiny.path / name)
         for step in steps:
             assert changed[step] == pytest.approx(expected[step], rel=1e-6), (name, step)
-    assert losses(tmp_path / "long")[6] != pytest.approx(losses(tmp_path / "short")[6], rel=1e-3)
+    assert losses(tiny.path / "long")[6] != pytest.approx(losses(tiny.path / "short")[6], rel=1e-3)
 
 
-def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(tiny: TinyRuns) -> None:
     settings = (NO_EVALUATION, "training.checkpoint_interval_steps=4")
-    run = tmp_path / "run"
+    run = tiny.path / "run"
     for num_lanes, tgt_len, num_steps in [(5, 3, 4), (8, 4, 8), (2, 4, 12)]:
         overrides = (
             f"data.num_lanes={num_lanes}", f"data.tgt_len={tgt_len}",
             f"training.num_steps={num_steps}",
         )  # fmt: skip
         if num_steps > 4:
-            assert ranks(1).run(train, tiny_spec(dataset, run, *settings, *overrides)) == [4]
+            assert tiny.ranks(1).run(train, tiny.spec(run, *settings, *overrides)) == [4]
             assert "--allow-change data.num_lanes" in refusal(run)
         allowed = ("data.num_lanes", "data.tgt_len", "training.num_steps")
-        spec = tiny_spec(dataset, run, *settings, *overrides, allow_change=allowed)
-        assert ranks(1).run(train, spec) == [0]
+        tiny.trained(run, *settings, *overrides, allow_change=allowed, num_ranks=1)
     log = (run / "logs" / "rank-0.log").read_text()
     assert (
         re.findall(r"tokens lost by this resume (\d+), read twice (\d+)", log) == [("0", "0")] * 2
@@ -124,16 +116,15 @@ def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(
     ],
 )
 def test_lanes_and_lengths_change_with_other_kinds_of_memory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str, change: tuple[str, ...]
+    tiny: TinyRuns, kind: str, change: tuple[str, ...]
 ) -> None:
     allowed = ("training.num_steps", "data.num_lanes", "data.tgt_len", "model.mem_len")
     # Segments of 3 and 6 tokens are whole blocks.
     rate = ("model.compression_rate=3",) if kind == "compressive" else ()
     for more in (("training.num_steps=2",), ("training.num_steps=5", *change)):
         overrides = (NO_EVALUATION, "optimizer.warmup_steps=0", *overrides_of(kind), *rate, *more)
-        spec = tiny_spec(dataset, tmp_path, *overrides, allow_change=allowed)
-        assert ranks(1).run(train, spec) == [0]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
+        tiny.trained(tiny.path, *overrides, allow_change=allowed, num_ranks=1)
+    log = (tiny.path / "logs" / "rank-0.log").read_text()
     assert "tokens lost by this resume 0, read twice 0" in log
     assert ("tokens per lane, unscored" in log) == (kind == "compressive"), "read again"
-    assert [*losses(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [*losses(tiny.path)] == [1, 2, 3, 4, 5]

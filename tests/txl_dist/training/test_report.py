@@ -7,9 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
+from tests.support.prepared import prepared
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_spec, train
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError, DataError
@@ -35,11 +34,8 @@ VALUES = {
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of 13 short documents."""
-    text = tmp_path_factory.mktemp("text") / "lines.txt"
-    text.write_text("".join(f"{'ab' * (n % 5 + 1)}{n}\n" for n in range(13)))
-    out = tmp_path_factory.mktemp("data") / "short"
-    prepare_dataset([text], out, PrepareSettings(format="lines"))
-    return out
+    text = "".join(f"{'ab' * (n % 5 + 1)}{n}\n" for n in range(13))
+    return prepared(tmp_path_factory.mktemp("data") / "short", text, format="lines")
 
 
 def test_80_columns_show_the_loss_the_speed_and_the_time_left() -> None:
@@ -168,21 +164,15 @@ DEFAULT = "evaluation={interval_steps: 8, max_tokens: 50}"
 @pytest.fixture(scope="module")
 def train_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset without a valid split."""
-    text = tmp_path_factory.mktemp("text") / "a.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    out = tmp_path_factory.mktemp("data") / "train-only"
-    prepare_dataset([text], out, PrepareSettings())
-    return out
+    text = "the quick brown fox jumps over the lazy dog\n" * 50
+    return prepared(tmp_path_factory.mktemp("data") / "train-only", text)
 
 
 @pytest.fixture(scope="module")
 def chapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of 40 documents in one block."""
-    text = tmp_path_factory.mktemp("text") / "chapters.txt"
-    text.write_text("".join(f"chapter {n} {'la ' * (n % 7)}\n" for n in range(40)))
-    out = tmp_path_factory.mktemp("data") / "chapters"
-    prepare_dataset([text], out, PrepareSettings(format="lines"))
-    return out
+    text = "".join(f"chapter {n} {'la ' * (n % 7)}\n" for n in range(40))
+    return prepared(tmp_path_factory.mktemp("data") / "chapters", text, format="lines")
 
 
 def _log(run: Path) -> str:
@@ -230,9 +220,8 @@ def test_a_memory_that_continues_is_that_of_the_document_before(
 def test_a_memory_that_continues_over_documents_shuffled_before_is_a_warning(
     ranks: RankGroups, tmp_path: Path
 ) -> None:
-    text, data = tmp_path / "lines.txt", tmp_path / "data"
-    text.write_text("".join(f"line {n}\n" for n in range(20)))
-    prepare_dataset([text], data, PrepareSettings(format="lines", shuffle=1))
+    text = "".join(f"line {n}\n" for n in range(20))
+    data = prepared(tmp_path / "data", text, format="lines", shuffle=1)
     for reset in ("document", "stream"):
         settings = (NO_EVALUATION, f"data.reset={reset}", "training.num_steps=4")
         assert ranks(1).run(train, tiny_spec(data, tmp_path / reset, *settings)) == [0]

@@ -6,16 +6,17 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
+from tests.support.prepared import prepared
 from tests.support.training_runs import (
     NO_EVALUATION,
+    TinyRuns,
     losses,
     opened_trainer,
     refusal,
@@ -35,11 +36,9 @@ SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.kee
 
 
 @pytest.fixture(scope="module")
-def finished(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(straight: Callable[..., Path]) -> Path:
     """A run of 20 steps with checkpoints at 5, 10, 15 and 20, for copies only."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    assert ranks(1).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0]
-    return run
+    return straight(*SETTINGS, num_ranks=1)
 
 
 @pytest.fixture
@@ -61,8 +60,8 @@ def flip(run: Path, step: int, kind: str) -> None:
     path.write_bytes(content)
 
 
-def command(dataset: Path, run: Path, resume: object = "auto", *overrides: str) -> TrainSpec:
-    return tiny_spec(dataset, run, *SETTINGS, *overrides, resume=str(resume))
+def command(tiny: TinyRuns, run: Path, resume: object = "auto", *overrides: str) -> TrainSpec:
+    return tiny.spec(run, *SETTINGS, *overrides, resume=str(resume))
 
 
 def build_and_end(world: World, spec: TrainSpec) -> int | str:
@@ -73,9 +72,9 @@ def build_and_end(world: World, spec: TrainSpec) -> int | str:
         return str(error)
 
 
-def begins_at(ranks: RankGroups, spec: TrainSpec) -> int | str:
+def begins_at(tiny: TinyRuns, spec: TrainSpec) -> int | str:
     """The step where a command resumes (0: a new run), or why it is refused."""
-    (end,) = ranks(1).run(build_and_end, spec)
+    (end,) = tiny.ranks(1).run(build_and_end, spec)
     return end
 
 
@@ -97,10 +96,9 @@ def begins_at(ranks: RankGroups, spec: TrainSpec) -> int | str:
     ],
 )
 def test_a_row_of_the_table(
-    ranks: RankGroups, dataset: Path, finished: Path, tmp_path: Path,
-    resume: str, is_there: str | None, result: int | str,
-) -> None:  # fmt: skip
-    run, given = tmp_path / "run", finished / "checkpoints" / "step-00000010"
+    tiny: TinyRuns, finished: Path, resume: str, is_there: str | None, result: int | str
+) -> None:
+    run, given = tiny.path / "run", finished / "checkpoints" / "step-00000010"
     if is_there is not None:
         shutil.copytree(finished, run)
         shutil.rmtree(run / "checkpoints" / "step-00000020")
@@ -109,8 +107,8 @@ def test_a_row_of_the_table(
     for step in {"the newest damaged": (15,), "all damaged": (5, 10, 15)}.get(is_there or "", ()):
         flip(run, step, "manifest")
     before = metrics_of(run)
-    spec = command(dataset, run, given if resume == "PATH" else resume)
-    found = begins_at(ranks, spec)
+    spec = command(tiny, run, given if resume == "PATH" else resume)
+    found = begins_at(tiny, spec)
     if isinstance(result, int):
         assert found == result
     else:
@@ -123,7 +121,7 @@ def test_a_row_of_the_table(
     [("auto", None), ("auto", 10), ("auto", 20), ("never", None), ("PATH", None)],
 )
 def test_copies_from_a_url_are_refused_until_they_are_renamed(
-    ranks: RankGroups, dataset: Path, run: Path, resume: str, own_step: int | None
+    tiny: TinyRuns, run: Path, resume: str, own_step: int | None
 ) -> None:
     """RUN has its checkpoint of one step, or none and no LATEST, and a copy of step 15."""
     checkpoints = CheckpointDirectory(run)
@@ -132,8 +130,8 @@ def test_copies_from_a_url_are_refused_until_they_are_renamed(
         shutil.rmtree(checkpoints.at(step))
     (run / "LATEST").unlink()
     before = metrics_of(run)
-    spec = command(dataset, run, copy if resume == "PATH" else resume)
-    end = begins_at(ranks, spec)
+    spec = command(tiny, run, copy if resume == "PATH" else resume)
+    end = begins_at(tiny, spec)
     if own_step == 20:
         assert end == 20, "an older copy does not matter"
         return
@@ -142,7 +140,7 @@ def test_copies_from_a_url_are_refused_until_they_are_renamed(
     assert metrics_of(run) == before, "a refusal changes nothing"
     copy.rename(checkpoints.at(15))
     if resume == "auto":
-        assert begins_at(ranks, spec) == 15
+        assert begins_at(tiny, spec) == 15
 
 
 def metrics_of(run: Path) -> bytes | None:
@@ -168,17 +166,17 @@ def test_the_table_is_the_same_in_the_documentation() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_same_command_continues_its_fork(
-    ranks: RankGroups, dataset: Path, finished: Path, tmp_path: Path, num_ranks: int
+    tiny: TinyRuns, finished: Path, num_ranks: int
 ) -> None:
     """As a scheduler repeats it, also after the other run has removed its checkpoint."""
-    shutil.copytree(finished, tmp_path / "other")
-    given, fork = tmp_path / "other" / "checkpoints" / "step-00000005", tmp_path / "fork"
-    spec = command(dataset, fork, given)
-    assert ranks(2).run(train_with, spec, StopAfter(12))[0][0] == 75
+    shutil.copytree(finished, tiny.path / "other")
+    given, fork = tiny.path / "other" / "checkpoints" / "step-00000005", tiny.path / "fork"
+    spec = command(tiny, fork, given)
+    assert tiny.ranks(2).run(train_with, spec, StopAfter(12))[0][0] == 75
     began = losses(fork)
     assert list(began) == list(range(6, 13)), "the steps before belong to the other run"
     shutil.rmtree(given)
-    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+    assert tiny.ranks(num_ranks).run(train, spec) == [0] * num_ranks
     assert "resuming at step 12" in log_of(fork)
     assert began.items() <= losses(fork).items()
     expected = {step: loss for step, loss in losses(finished).items() if step > 5}
@@ -206,40 +204,36 @@ def test_the_events_of_the_other_run_do_not_count_in_a_fork(
 
 
 def test_other_settings_of_a_fork_are_refused_or_allowed_like_those_of_any_run(
-    ranks: RankGroups, dataset: Path, finished: Path, tmp_path: Path
+    tiny: TinyRuns, finished: Path
 ) -> None:
-    given, fork = finished / "checkpoints" / "step-00000005", tmp_path / "fork"
+    given, fork = finished / "checkpoints" / "step-00000005", tiny.path / "fork"
     slower = "optimizer.lr=0.001"
-    assert "--allow-change optimizer.lr" in str(
-        begins_at(ranks, command(dataset, fork, given, slower))
-    )
+    assert "--allow-change optimizer.lr" in str(begins_at(tiny, command(tiny, fork, given, slower)))
     allow = {"allow_change": ("optimizer.lr",)}
-    allowed = command(dataset, fork, given, slower).model_copy(update=allow)
-    assert ranks(1).run(train_with, allowed, StopAfter(7))[0][0] == 75
+    allowed = command(tiny, fork, given, slower).model_copy(update=allow)
+    assert tiny.ranks(1).run(train_with, allowed, StopAfter(7))[0][0] == 75
     assert "optimizer.lr: checkpoint 0.001, now 0.01" in str(
-        begins_at(ranks, command(dataset, fork, given))
+        begins_at(tiny, command(tiny, fork, given))
     )
 
 
-def test_never_continues_what_an_earlier_attempt_of_its_launch_has_begun(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_never_continues_what_an_earlier_attempt_of_its_launch_has_begun(tiny: TinyRuns) -> None:
     """A launcher restarts its ranks with the command as it was given."""
-    spec = command(dataset, tmp_path, "never")
-    assert ranks(1).run(train_with, spec, StopAfter(7))[0][0] == 75
-    assert begins_at(ranks, spec) == 7
+    spec = command(tiny, tiny.path, "never")
+    assert tiny.ranks(1).run(train_with, spec, StopAfter(7))[0][0] == 75
+    assert begins_at(tiny, spec) == 7
     again = spec.model_copy(update={"launch_id": "another"})
-    assert "--resume never would overwrite it" in str(begins_at(ranks, again))
+    assert "--resume never would overwrite it" in str(begins_at(tiny, again))
 
 
 @pytest.mark.fault_row(24)
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_steps(
-    ranks: RankGroups, dataset: Path, run: Path
+    tiny: TinyRuns, run: Path
 ) -> None:
     expected = losses(run)
     flip(run, 20, "weights")
     flip(run, 15, "memory")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
+    tiny.trained(run, *SETTINGS)
     log = (run / "logs" / "rank-0.log").read_text()
     assert "step-00000020/weights-rank-00000.safetensors has sha256" in log
     assert "Resuming from step 10 instead; 10 steps are lost" in log
@@ -249,19 +243,17 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_ste
 
 
 @pytest.mark.fault_row(24)
-def test_strict_refuses_to_fall_back(ranks: RankGroups, dataset: Path, run: Path) -> None:
+def test_strict_refuses_to_fall_back(tiny: TinyRuns, run: Path) -> None:
     flip(run, 20, "optimizer")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS, strict=True)) == [4, 4]
+    assert tiny.ranks(2).run(train, tiny.spec(run, *SETTINGS, strict=True)) == [4, 4]
     assert "optimizer-rank-00000.safetensors" in refusal(run)
 
 
 @pytest.mark.fault_row(8)
-def test_a_half_written_checkpoint_is_never_chosen(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
+def test_a_half_written_checkpoint_is_never_chosen(tiny: TinyRuns, run: Path) -> None:
     staging = run / "checkpoints" / ".saving.tmp"
     (run / "checkpoints" / "step-00000020").rename(staging)
-    assert ranks(1).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0]
+    tiny.trained(run, *SETTINGS, num_ranks=1)
     assert "resuming at step 15" in (run / "logs" / "rank-0.log").read_text()
     assert not staging.exists()
 
@@ -280,9 +272,9 @@ def test_a_half_written_checkpoint_is_never_chosen(
     ],
 )
 def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
-    ranks: RankGroups, dataset: Path, run: Path, override: str, message: str
+    tiny: TinyRuns, run: Path, override: str, message: str
 ) -> None:
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS, override)) == [4, 4]
+    assert tiny.ranks(2).run(train, tiny.spec(run, *SETTINGS, override)) == [4, 4]
     assert message in refusal(run)
 
 
@@ -290,9 +282,8 @@ def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
 def test_other_data_is_refused_unless_it_is_allowed(
     ranks: RankGroups, run: Path, tmp_path: Path
 ) -> None:
-    text, other = tmp_path / "other.txt", tmp_path / "other"
-    text.write_text("Another text, long enough for five lanes of a few tokens each. " * 20)
-    prepare_dataset([text], other, PrepareSettings())
+    text = "Another text, long enough for five lanes of a few tokens each. " * 20
+    other = prepared(tmp_path / "other", text)
     longer = ("training.num_steps=21",)
     options = {"allow_change": ("training.num_steps",)}
     refused = tiny_spec(other, run, *SETTINGS, *longer, **options)
@@ -303,10 +294,10 @@ def test_other_data_is_refused_unless_it_is_allowed(
 
 
 def test_a_finished_run_is_not_changed_and_logs_how_to_train_further(
-    ranks: RankGroups, dataset: Path, run: Path
+    tiny: TinyRuns, run: Path
 ) -> None:
     before = (run / "metrics.jsonl").read_bytes()
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
+    tiny.trained(run, *SETTINGS)
     assert (run / "metrics.jsonl").read_bytes() == before
     log = log_of(run)
     assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
@@ -316,15 +307,14 @@ def test_a_finished_run_is_not_changed_and_logs_how_to_train_further(
 
 @pytest.mark.fault_row(34)
 def test_the_newest_checkpoint_is_that_of_the_highest_step_not_of_the_latest_date(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    tiny: TinyRuns,
 ) -> None:
     constant = (NO_EVALUATION, "optimizer.schedule=constant")
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *constant)) == [0]
-    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    tiny.trained(tiny.path, *constant, num_ranks=1)
+    checkpoints = sorted((tiny.path / "checkpoints").iterdir())
     for age, path in enumerate(checkpoints):
         for file in (path, *path.iterdir()):
             os.utime(file, (10**9 - age * 10**6,) * 2)
     allow = {"allow_change": ("training.num_steps",)}
-    spec = tiny_spec(dataset, tmp_path, *constant, "training.num_steps=21", **allow)
-    assert ranks(1).run(train, spec) == [0]
-    assert "resuming at step 20" in (tmp_path / "logs" / "rank-0.log").read_text()
+    tiny.trained(tiny.path, *constant, "training.num_steps=21", **allow, num_ranks=1)
+    assert "resuming at step 20" in (tiny.path / "logs" / "rank-0.log").read_text()

@@ -8,8 +8,7 @@ import pytest
 
 from data_pipeline.system.workers import InProcess
 from tests.support.diverging_runs import NanWeight, train_with
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TinyRuns, losses, metrics, tiny_spec, train
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -32,23 +31,6 @@ def scores(run: Path) -> list[dict[str, Any]]:
     """The evaluation lines of a run, in their order, without the time."""
     lines = [line for line in metrics(run) if "valid/loss" in line]
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def on_ranks(
-    ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], Path]:
-    """The run that scores on its ranks, by number of ranks."""
-    runs: dict[int, Path] = {}
-
-    def run_of(num_ranks: int) -> Path:
-        if num_ranks not in runs:
-            runs[num_ranks] = tmp_path_factory.mktemp(f"on-{num_ranks}-ranks")
-            spec = tiny_spec(dataset, runs[num_ranks], *SETTINGS)
-            assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
-        return runs[num_ranks]
-
-    return run_of
 
 
 def unscored(dataset: Path, run: Path, *overrides: str) -> TrainSpec:
@@ -77,28 +59,24 @@ def assert_same_scores(run: Path, expected: Path) -> None:
         ("optimizer.averaging=asgd", "deepspeed.zero_stage=2"),
     ],
 )
-def test_scores_are_those_of_two_ranks(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    run, expected = tmp_path / "watched", tmp_path / "ranks"
-    assert ranks(2).run(train, tiny_spec(dataset, expected, *SETTINGS, *options)) == [0, 0]
-    assert ranks(2).run(train, unscored(dataset, run, *options)) == [0, 0]
+def test_scores_are_those_of_two_ranks(tiny: TinyRuns, options: tuple[str, ...]) -> None:
+    run, expected = tiny.path / "watched", tiny.path / "ranks"
+    tiny.trained(expected, *SETTINGS, *options)
+    assert tiny.ranks(2).run(train, unscored(tiny.dataset, run, *options)) == [0, 0]
     assert watch(run, InProcess(), num_threads=1, note=print) == len(STEPS)
     assert_same_scores(run, expected)
 
 
 @pytest.mark.slow
-def test_scores_after_a_rollback_are_those_of_the_ranks(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    run, expected = tmp_path / "watched", tmp_path / "ranks"
+def test_scores_after_a_rollback_are_those_of_the_ranks(tiny: TinyRuns) -> None:
+    run, expected = tiny.path / "watched", tiny.path / "ranks"
     options = ("divergence.policy=rollback", "training.checkpoint_interval_steps=4")
     keep = "training.keep_interval_steps=1"
     for spec in (
-        tiny_spec(dataset, expected, *SETTINGS, *options),
-        tiny_spec(dataset, run, *SETTINGS, *options, keep, NO_EVALUATION),
+        tiny.spec(expected, *SETTINGS, *options),
+        tiny.spec(run, *SETTINGS, *options, keep, NO_EVALUATION),
     ):
-        ends = ranks(2).run(train_with, spec, NanWeight(rank=1, step=12))
+        ends = tiny.ranks(2).run(train_with, spec, NanWeight(rank=1, step=12))
         assert [code for code, *_ in ends] == [0, 0]
         assert any("returned from step 11" in event for event in ends[0][2])
     assert watch(run, InProcess(), num_threads=1, note=print) == 1, "checkpoints at 4, 8, ..."
@@ -107,16 +85,16 @@ def test_scores_after_a_rollback_are_those_of_the_ranks(
 
 
 def test_a_finished_run_that_was_not_scored_is_scored_by_hand(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, on_ranks: Callable[[int], Path]
+    tiny: TinyRuns, straight: Callable[..., Path]
 ) -> None:
     """The scores, BEST and metrics of the run that has evaluated itself."""
-    assert ranks(1).run(train, unscored(dataset, tmp_path)) == [0]
+    assert tiny.ranks(1).run(train, unscored(tiny.dataset, tiny.path)) == [0]
     with pytest.raises(DataError, match="split 'test'"):
-        watch(tmp_path, InProcess(), split="test", num_threads=1, note=print)
-    assert watch(tmp_path, InProcess(), num_threads=1, note=print) == len(STEPS)
-    assert_same_scores(tmp_path, on_ranks(1))
-    assert watch(tmp_path, InProcess(), num_threads=1, note=print) == 0
-    assert len(scores(tmp_path)) == len(STEPS)
+        watch(tiny.path, InProcess(), split="test", num_threads=1, note=print)
+    assert watch(tiny.path, InProcess(), num_threads=1, note=print) == len(STEPS)
+    assert_same_scores(tiny.path, straight(*SETTINGS, num_ranks=1))
+    assert watch(tiny.path, InProcess(), num_threads=1, note=print) == 0
+    assert len(scores(tiny.path)) == len(STEPS)
 
 
 class ScoreBetweenSteps:
@@ -144,16 +122,18 @@ class ScoreBetweenSteps:
 
 
 def test_a_run_that_trains_logs_the_scores_and_keeps_the_best_checkpoint(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, on_ranks: Callable[[int], Path]
+    tiny: TinyRuns, straight: Callable[..., Path]
 ) -> None:
     settings = (*SETTINGS, "training.checkpoint_interval_steps=5", NO_EVALUATION)
-    spec = tiny_spec(dataset, tmp_path, *settings, "training.keep_checkpoints=2")
-    (end,) = ranks(1).run(train_with, spec, ScoreBetweenSteps(12, on_ranks(1)))
+    spec = tiny.spec(tiny.path, *settings, "training.keep_checkpoints=2")
+    (end,) = tiny.ranks(1).run(
+        train_with, spec, ScoreBetweenSteps(12, straight(*SETTINGS, num_ranks=1))
+    )
     assert end[0] == 0
-    assert scores(tmp_path) == scores(on_ranks(1))[:2]
-    best = min(scores(tmp_path), key=lambda line: line["valid/loss"])["step"]
-    assert CheckpointDirectory(tmp_path).pointer("BEST") == best
-    assert CheckpointDirectory(tmp_path).steps() == sorted({best, 15, 20})
+    assert scores(tiny.path) == scores(straight(*SETTINGS, num_ranks=1))[:2]
+    best = min(scores(tiny.path), key=lambda line: line["valid/loss"])["step"]
+    assert CheckpointDirectory(tiny.path).pointer("BEST") == best
+    assert CheckpointDirectory(tiny.path).steps() == sorted({best, 15, 20})
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

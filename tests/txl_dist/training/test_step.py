@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 from data_pipeline.errors import DataError
 from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, opened_trainer, tiny_spec
+from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, TinyRuns, opened_trainer
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
@@ -58,14 +56,14 @@ def masters(engine: Engine) -> list[Tensor]:
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_all_ranks_stop_with_their_weights_as_they_were(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, poison: str
+    tiny: TinyRuns, stage: str, poison: str
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *ZERO[stage])
-    outcomes = ranks(2).run(step_with_poison, spec, poison)
+    spec = tiny.spec(tiny.path, NO_EVALUATION, *ZERO[stage])
+    outcomes = tiny.ranks(2).run(step_with_poison, spec, poison)
     for message, unchanged in outcomes:
         assert "no rank has changed its weights" in message
         assert unchanged
-    assert not (tmp_path / "LATEST").exists()
+    assert not (tiny.path / "LATEST").exists()
 
 
 # --- a rejected step ----------------------------------------------------------------------------
@@ -136,12 +134,10 @@ SLOW_STAGES = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("1", "3
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3-all-spread", *SLOW_STAGES])
-def test_a_run_after_a_rejected_step_equals_one_without_it(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
+def test_a_run_after_a_rejected_step_equals_one_without_it(tiny: TinyRuns, stage: str) -> None:
     """Bit for bit: weights, optimizer state and its step count, and memory."""
     settings = (NO_EVALUATION, "training.micro_batch_lanes=2", "model.dropout=0.1", *ZERO[stage])
-    seen = ranks(2).run(with_and_without_a_rejected_step, tiny_spec(dataset, tmp_path, *settings))
+    seen = tiny.ranks(2).run(with_and_without_a_rejected_step, tiny.spec(tiny.path, *settings))
     for before, without, rejected, after in seen:
         assert all(map(torch.equal, rejected, before))
         assert all(map(torch.equal, after, without))
@@ -173,10 +169,10 @@ def steps_in_turns(world: World, spec: TrainSpec) -> dict[str, Any]:
 
 
 def test_a_step_names_the_lanes_of_its_turn_and_one_without_targets_changes_nothing(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    tiny: TinyRuns,
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *TURNS, "training.micro_batch_lanes=2")
-    (seen,) = ranks(1).run(steps_in_turns, spec)
+    spec = tiny.spec(tiny.path, NO_EVALUATION, *TURNS, "training.micro_batch_lanes=2")
+    (seen,) = tiny.ranks(1).run(steps_in_turns, spec)
     for lanes, result in zip(seen["lanes"], seen["results"], strict=True):
         assert [*result.lane_sums] == lanes
         assert result.sums.nats == pytest.approx(sum(x.nats for x in result.lane_sums.values()))
@@ -213,16 +209,14 @@ def losses_after_gaps(world: World, spec: TrainSpec) -> dict[int, tuple[bool, fl
 
 
 @pytest.mark.parametrize(("kind", "after_a_token"), [("recurrent", 1 / 7), ("running_mean", 1.0)])
-def test_no_token_reads_across_a_gap(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str, after_a_token: float
-) -> None:
+def test_no_token_reads_across_a_gap(tiny: TinyRuns, kind: str, after_a_token: float) -> None:
     """The memory has 7 tokens. A gap directly before the segment hides all of them.
 
     A mean has no tokens: the first segment after a gap does not read it, and begins another one.
     """
     kind = f"model.memory={kind}"
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, "data.reset=stream", kind)
-    (seen,) = ranks(1).run(losses_after_gaps, spec)
+    spec = tiny.spec(tiny.path, NO_EVALUATION, "data.reset=stream", kind)
+    (seen,) = tiny.ranks(1).run(losses_after_gaps, spec)
     assert seen == {0: (False, 0.0), 1: (True, after_a_token), 7: (True, 1.0), 9: (True, 1.0)}
 
 
@@ -295,18 +289,17 @@ def read_and_replayed(world: World, spec: TrainSpec) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("backprop_segments", [1, 3])
 def test_a_replay_gives_the_memory_that_training_had(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, backprop_segments: int
+    tiny: TinyRuns, backprop_segments: int
 ) -> None:
     settings = (NO_EVALUATION, f"training.backprop_segments={backprop_segments}")
     # A short memory and large weights, so that it matters where segments begin.
-    spec = tiny_spec(
-        dataset,
-        tmp_path,
+    spec = tiny.spec(
+        tiny.path,
         *settings,
         "training.micro_batch_lanes=2",
         "model.mem_len=2",
         "model.init_std=0.2",
     )
-    ((read, replayed),) = ranks(1).run(read_and_replayed, spec)
+    ((read, replayed),) = tiny.ranks(1).run(read_and_replayed, spec)
     assert any(x.any() for x in read)
     torch.testing.assert_close(replayed, read, rtol=0, atol=1e-6)

@@ -108,18 +108,6 @@ def test_the_model_does_not_change_the_memory_in_place(attention: str) -> None:
     assert all(map(torch.equal, memory.layers, before))
 
 
-@pytest.mark.parametrize("attention", ["reference", "cpu"])
-def test_no_query_sees_the_zeros_of_an_empty_memory(attention: str) -> None:
-    model = small_model(attention=attention)
-    with_zeros, _ = read_segment(model, model.empty_memory(2), start=0, tgt_len=3)
-    without = small_model(attention=attention, mem_len=0)
-    without_BT, _ = read_segment(without, without.empty_memory(2), start=0, tgt_len=3)
-    assert_close(with_zeros, without_BT, rtol=0, atol=1e-12)
-    attended, _ = read_segment(model, model.empty_memory(2), start=5, tgt_len=3)
-    unattended, _ = read_segment(model, filled(model), start=5, tgt_len=3)
-    assert not torch.equal(attended, unattended), "later in a stream the memory is visible"
-
-
 def test_there_is_one_memory_per_layer_and_none_of_the_last_output() -> None:
     model = small_model(n_layer=3)
     _, memory = read_segment(model, model.empty_memory(2), start=0, tgt_len=4)

@@ -4,14 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.commands import ENVIRONMENT
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, refusal, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, TinyRuns, refusal, train
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.config.training_config import DeepSpeedConfig, OptimizerConfig, TrainingConfig
@@ -160,26 +158,26 @@ def test_what_contradicts_or_would_be_ignored_is_refused_before_a_rank_starts(
     ],
 )
 def test_what_deepspeed_itself_refuses_is_a_config_error_with_its_reason(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, extra: dict[str, Any], expected: Any
+    tiny: TinyRuns, extra: dict[str, Any], expected: Any
 ) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, f"deepspeed.extra={json.dumps(extra)}")
-    assert ranks(2).run(train, spec) == [2, 2]
-    message = refusal(tmp_path)
+    spec = tiny.spec(tiny.path, NO_EVALUATION, f"deepspeed.extra={json.dumps(extra)}")
+    assert tiny.ranks(2).run(train, spec) == [2, 2]
+    message = refusal(tiny.path)
     for part in expected:
         assert part in message
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_wrong_mapping_of_deepspeed_is_noticed_before_training(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: int
+    tiny: TinyRuns, stage: int
 ) -> None:
     """Any other option that has the effect of `round_robin_gradients`."""
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION)
+    spec = tiny.spec(tiny.path, NO_EVALUATION)
     extra = {"zero_optimization": {"round_robin_gradients": True}}
     deepspeed = spec.config.deepspeed.model_copy(update={"extra": extra, "zero_stage": stage})
     config = spec.config.model_copy(update={"deepspeed": deepspeed})
-    assert ranks(2).run(train, spec.model_copy(update={"config": config})) == [2, 2]
-    assert "DeepSpeed maps other numbers than those of" in refusal(tmp_path)
+    assert tiny.ranks(2).run(train, spec.model_copy(update={"config": config})) == [2, 2]
+    assert "DeepSpeed maps other numbers than those of" in refusal(tiny.path)
 
 
 CODE = """

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
     ZERO,
+    TinyRuns,
     losses,
     norms,
     refusal,
@@ -76,27 +76,21 @@ CASES = [
 
 @pytest.mark.parametrize(("optimizer", "frozen", "num_ranks", "stage"), CASES)
 def test_frozen_weights_stay_and_a_resume_is_bit_for_bit(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    optimizer: str,
-    frozen: str,
-    num_ranks: int,
-    stage: str,
+    tiny: TinyRuns, optimizer: str, frozen: str, num_ranks: int, stage: str
 ) -> None:
     settings = (
         *SETTINGS, *OPTIMIZERS[optimizer], *ZERO[stage],
         f"optimizer.lr_factors={FROZEN[frozen]}",
     )  # fmt: skip
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    spec = tiny_spec(dataset, straight, *settings)
-    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+    straight, stopped = tiny.path / "straight", tiny.path / "stopped"
+    spec = tiny.spec(straight, *settings)
+    assert tiny.ranks(num_ranks).run(train, spec) == [0] * num_ranks
     for num_steps in (3, NUM_STEPS):
-        spec = tiny_spec(
-            dataset, stopped, *settings, f"training.num_steps={num_steps}",
+        spec = tiny.spec(
+            stopped, *settings, f"training.num_steps={num_steps}",
             allow_change=("training.num_steps",),
         )  # fmt: skip
-        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+        assert tiny.ranks(num_ranks).run(train, spec) == [0] * num_ranks
 
     config = load_model(CheckpointDirectory(straight).at(3))[0].config
     initial = dict(TransformerXL(config, seed=spec.config.seed).named_parameters())
@@ -112,33 +106,27 @@ def test_frozen_weights_stay_and_a_resume_is_bit_for_bit(
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
-def test_the_norm_is_that_of_the_trained_part(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
+def test_the_norm_is_that_of_the_trained_part(tiny: TinyRuns, stage: str) -> None:
     """The squares of the norms of two parts, each trained alone, add up to that of the whole."""
     first = []
     for factors in ("{}", "{hidden: 0}", "{embedding: 0, other: 0}"):
-        spec = tiny_spec(
-            dataset, tmp_path / str(len(first)), *SETTINGS, *ZERO[stage],
+        tiny.trained(
+            tiny.path / str(len(first)), *SETTINGS, *ZERO[stage],
             "training.num_steps=1", f"optimizer.lr_factors={factors}",
         )  # fmt: skip
-        assert ranks(2).run(train, spec) == [0, 0]
-        first.append(norms(tmp_path / str(len(first)))[0])
+        first.append(norms(tiny.path / str(len(first)))[0])
     assert first[0] == pytest.approx(math.hypot(*first[1:]), rel=1e-5)
 
 
-def test_a_frozen_run_moves_between_ranks_and_stages(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_frozen_run_moves_between_ranks_and_stages(tiny: TinyRuns) -> None:
     settings = (*SETTINGS, "optimizer.averaging=asgd", "optimizer.lr_factors={hidden: 0}")
-    reference, moved = tmp_path / "reference", tmp_path / "moved"
-    assert ranks(2).run(train, tiny_spec(dataset, reference, *settings)) == [0, 0]
+    reference, moved = tiny.path / "reference", tiny.path / "moved"
+    tiny.trained(reference, *settings)
     for num_ranks, num_steps, stage in ((2, 2, "3-all-spread"), (1, 4, "1"), (2, 6, "0")):
-        spec = tiny_spec(
-            dataset, moved, *settings, *ZERO[stage], f"training.num_steps={num_steps}",
-            allow_change=("training.num_steps",),
+        tiny.trained(
+            moved, *settings, *ZERO[stage], f"training.num_steps={num_steps}",
+            allow_change=("training.num_steps",), num_ranks=num_ranks,
         )  # fmt: skip
-        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
     assert losses(moved) == pytest.approx(losses(reference), rel=2e-6)
 
 
@@ -163,11 +151,9 @@ def states_of_a_run(world: World, spec: Any) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "3"])
-def test_frozen_weights_have_no_optimizer_state(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS, *ZERO[stage], "optimizer.lr_factors={hidden: 0}")
-    (states,) = ranks(1).run(states_of_a_run, spec)
+def test_frozen_weights_have_no_optimizer_state(tiny: TinyRuns, stage: str) -> None:
+    spec = tiny.spec(tiny.path, *SETTINGS, *ZERO[stage], "optimizer.lr_factors={hidden: 0}")
+    (states,) = tiny.ranks(1).run(states_of_a_run, spec)
     for name, names in states.items():
         assert names == (() if is_frozen(name, "hidden") else ("exp_avg", "exp_avg_sq"))
 
@@ -210,10 +196,8 @@ def test_what_is_frozen_cannot_change_in_a_run(before: str, after: str) -> None:
         )  # fmt: skip
 
 
-def test_a_run_that_would_train_nothing_is_refused(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_would_train_nothing_is_refused(tiny: TinyRuns) -> None:
     factors = "optimizer.lr_factors={hidden: 0, embedding: 0, other: 0}"
-    assert ranks(2).run(train, tiny_spec(dataset, tmp_path, *SETTINGS, factors)) == [2, 2]
-    assert "trains nothing" in refusal(tmp_path)
-    assert not CheckpointDirectory(tmp_path).steps()
+    assert tiny.ranks(2).run(train, tiny.spec(tiny.path, *SETTINGS, factors)) == [2, 2]
+    assert "trains nothing" in refusal(tiny.path)
+    assert not CheckpointDirectory(tiny.path).steps()

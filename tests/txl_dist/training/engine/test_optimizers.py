@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.commands import ENVIRONMENT
 from tests.support.diverging_runs import SkipSteps, train_with
-from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import newton_schulz_by_svd
-from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_spec, train, weights_at
+from tests.support.training_runs import NO_EVALUATION, ZERO, TinyRuns, train, weights_at
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.training_config import OptimizerConfig
@@ -285,14 +283,14 @@ SETTINGS = (
     [(1, "0"), (2, "2"), pytest.param(2, "3-all-spread", marks=pytest.mark.slow)],
 )
 def test_an_average_is_the_mean_of_the_weights_after_each_update(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, stage: str
+    tiny: TinyRuns, num_ranks: int, stage: str
 ) -> None:
     """A skipped step is no update: it has no weight in the average."""
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS, *ZERO[stage])
-    ends = ranks(num_ranks).run(train_with, spec, SkipSteps(SKIPPED))
+    spec = tiny.spec(tiny.path, *SETTINGS, *ZERO[stage])
+    ends = tiny.ranks(num_ranks).run(train_with, spec, SkipSteps(SKIPPED))
     assert [code for code, *_ in ends] == [0] * num_ranks
-    updates = [weights_at(tmp_path, n) for n in range(1, NUM_STEPS + 1) if n != SKIPPED]
-    for name, average in weights_at(tmp_path, NUM_STEPS, "averaged").items():
+    updates = [weights_at(tiny.path, n) for n in range(1, NUM_STEPS + 1) if n != SKIPPED]
+    for name, average in weights_at(tiny.path, NUM_STEPS, "averaged").items():
         expected = torch.stack([of_step[name].double() for of_step in updates[START - 1 :]]).mean(0)
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
     changed = [not torch.equal(updates[-1][name], updates[START][name]) for name in updates[0]]
@@ -301,7 +299,7 @@ def test_an_average_is_the_mean_of_the_weights_after_each_update(
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, "0"), (2, "1")])
 def test_a_factor_multiplies_the_rate_of_its_role_only(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, stage: str
+    tiny: TinyRuns, num_ranks: int, stage: str
 ) -> None:
     settings = (
         NO_EVALUATION, "training.num_steps=1", "training.checkpoint_interval_steps=1",
@@ -310,9 +308,9 @@ def test_a_factor_multiplies_the_rate_of_its_role_only(
     )  # fmt: skip
     changes = []
     for factors in ("{}", "{head: 3, other: 2}"):
-        run = tmp_path / f"{len(factors)}"
-        spec = tiny_spec(dataset, run, *settings, f"optimizer.lr_factors={factors}")
-        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+        run = tiny.path / f"{len(factors)}"
+        spec = tiny.spec(run, *settings, f"optimizer.lr_factors={factors}")
+        assert tiny.ranks(num_ranks).run(train, spec) == [0] * num_ranks
         new = weights_at(run, 1)
         config = load_model(CheckpointDirectory(run).at(1), weights="last")[0].config
         old = TransformerXL(config, seed=spec.config.seed).named_parameters()

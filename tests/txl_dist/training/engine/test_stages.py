@@ -2,20 +2,18 @@
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
     ZERO,
+    TinyRuns,
     losses,
     metrics,
     opened_trainer,
-    tiny_spec,
     train,
 )
 from txl_dist.config.training_config import DeepSpeedConfig
@@ -39,11 +37,9 @@ def train_and_collect(world: World, spec: TrainSpec) -> tuple[Parts, dict[str, T
 
 
 @pytest.mark.parametrize("stage", ZERO)
-def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
+def test_the_slices_of_all_ranks_are_the_weights_exactly_once(tiny: TinyRuns, stage: str) -> None:
     settings = (NO_EVALUATION, "training.num_steps=2", "optimizer.warmup_steps=0")
-    seen = ranks(2).run(train_and_collect, tiny_spec(dataset, tmp_path, *settings, *ZERO[stage]))
+    seen = tiny.ranks(2).run(train_and_collect, tiny.spec(tiny.path, *settings, *ZERO[stage]))
     parts = sorted(
         (part for rank_parts, _, _ in seen for part in rank_parts), key=lambda part: part[:2]
     )
@@ -67,12 +63,10 @@ def count_waits(world: World, spec: TrainSpec) -> int:
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
-def test_deepspeed_does_not_wait_for_the_device(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
+def test_deepspeed_does_not_wait_for_the_device(tiny: TinyRuns, stage: str) -> None:
     """Its throughput timer did, before every micro-batch and after every step."""
     settings = (NO_EVALUATION, "training.micro_batch_lanes=2", "training.num_steps=6")
-    assert ranks(1).run(count_waits, tiny_spec(dataset, tmp_path, *settings, *ZERO[stage])) == [0]
+    assert tiny.ranks(1).run(count_waits, tiny.spec(tiny.path, *settings, *ZERO[stage])) == [0]
 
 
 CLIPPED = (NO_EVALUATION, "deepspeed.zero_stage=0", "optimizer.gradient_clipping=0.3")
@@ -104,28 +98,27 @@ def train_with_deepspeeds_clipping(world: World, spec: TrainSpec) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_rank_at_stage_0_clips_like_deepspeed_without_its_copies(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, precision: str
+    tiny: TinyRuns, precision: str
 ) -> None:
     settings = (*CLIPPED, f"precision={precision}", "training.micro_batch_lanes=2")
     for function in (train_without_deepspeeds_copies, train_with_deepspeeds_clipping):
-        spec = tiny_spec(dataset, tmp_path / function.__name__, *settings)
-        assert ranks(1).run(function, spec) == [0]
-    actual, expected = (losses(run) for run in sorted(tmp_path.iterdir()))
+        spec = tiny.spec(tiny.path / function.__name__, *settings)
+        assert tiny.ranks(1).run(function, spec) == [0]
+    actual, expected = (losses(run) for run in sorted(tiny.path.iterdir()))
     assert actual == expected
-    norms = [line["gradient_norm"] for line in metrics(next(tmp_path.iterdir()))]
+    norms = [line["gradient_norm"] for line in metrics(next(tiny.path.iterdir()))]
     assert min(norms[1:]) > 0.3, "all steps are clipped"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_0_and_1_on_one_rank_differ_in_the_rounding_of_the_clipping_only(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, precision: str
+    tiny: TinyRuns, precision: str
 ) -> None:
     """So on one GPU stage 1 is computed as stage 0 (`DeepSpeedConfig.computed_stage`)."""
     settings = (NO_EVALUATION, f"precision={precision}", "optimizer.gradient_clipping=0")
     for stage in ("0", "1"):
-        spec = tiny_spec(dataset, tmp_path / stage, *settings, *ZERO[stage])
-        assert ranks(1).run(train, spec) == [0]
-    assert losses(tmp_path / "0") == losses(tmp_path / "1")
+        tiny.trained(tiny.path / stage, *settings, *ZERO[stage], num_ranks=1)
+    assert losses(tiny.path / "0") == losses(tiny.path / "1")
 
 
 def train_as_on_one_gpu(world: World, spec: TrainSpec) -> int:
@@ -136,17 +129,14 @@ def train_as_on_one_gpu(world: World, spec: TrainSpec) -> int:
 
 @pytest.mark.parametrize("order", [(train_as_on_one_gpu, train), (train, train_as_on_one_gpu)])
 def test_a_checkpoint_of_stage_1_opens_whether_it_is_computed_as_stage_0_or_not(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    order: tuple[Callable[[World, TrainSpec], int], ...],
+    tiny: TinyRuns, order: tuple[Callable[[World, TrainSpec], int], ...]
 ) -> None:
     settings = (NO_EVALUATION, "training.checkpoint_interval_steps=10", *ZERO["1"])
-    spec = tiny_spec(dataset, tmp_path, *settings)
-    assert ranks(1).run(order[0], spec) == [0]
-    expected = losses(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
-    assert ranks(1).run(order[1], spec) == [0]
-    assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    spec = tiny.spec(tiny.path, *settings)
+    assert tiny.ranks(1).run(order[0], spec) == [0]
+    expected = losses(tiny.path)
+    shutil.rmtree(tiny.path / "checkpoints" / "step-00000020")
+    assert tiny.ranks(1).run(order[1], spec) == [0]
+    assert losses(tiny.path) == pytest.approx(expected, rel=1e-6)
+    log = (tiny.path / "logs" / "rank-0.log").read_text()
     assert log.count("ZeRO stage 1 (on one GPU computed as stage 0)") == 1

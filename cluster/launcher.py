@@ -30,6 +30,7 @@ from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 from txl_dist.launch.launcher import Launcher
 from txl_dist.launch.rank_group import RankGroup, RankRange
+from txl_dist.runtime.process import usable_cores
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ class RayLauncher(Launcher):
     def rank_group(self, spec: TrainSpec, ranks: RankRange) -> AbstractContextManager[RankGroup]:
         """The ranks as actors in a placement group."""
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
-        num_cpus = max(ranks.maximum, os.cpu_count() or 1)
+        num_cpus = max(ranks.maximum, usable_cores())
         return RayRankGroup(spec, ranks, ConnectionThread(self._address, num_cpus=num_cpus))
 
     def workers(

@@ -33,6 +33,7 @@ from txl_dist.launch.doctor import (
     run_checks,
     without_builds,
 )
+from txl_dist.runtime.process import usable_cores
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
@@ -256,7 +257,7 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
 
     Raises ConfigError if there is no cluster at `address`.
     """
-    with ray_connection(address, num_cpus=os.cpu_count() or 1):
+    with ray_connection(address, num_cpus=usable_cores()):
         import ray
 
         url = ray._private.worker.get_dashboard_url() or ""

@@ -50,7 +50,7 @@ from txl_dist.launch.rank_group import (
     RanksUp,
     Room,
 )
-from txl_dist.runtime.process import free_port
+from txl_dist.runtime.process import free_port, usable_cores
 from txl_dist.training.spec import RunDirectory, TrainSpec
 
 POLL_SECONDS = 0.2
@@ -156,9 +156,8 @@ class RankActor:
 
 def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
     """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
-    # Ray knows the limit of a container and what the administrator has set, this machine only all.
-    num_cpus = os.cpu_count() or 1
-    usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
+    # Ray knows the limit of a container and what the administrator has set.
+    usable = min(usable_cores(), int(ray_cpus)) if ray_cpus else usable_cores()
     return max(1, usable // ranks_on_node)
 
 

@@ -37,7 +37,7 @@ def test_too_few_gpus_are_refused_unless_the_config_asks_for_them() -> None:
 
 
 def test_threads_share_the_cpus_that_the_node_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(96))
     assert num_threads(ranks_on_node=8, ray_cpus=96.0) == 12
     assert num_threads(ranks_on_node=2, ray_cpus=8.0) == 4  # a container
     assert num_threads(ranks_on_node=2, ray_cpus=0.0) == 48

@@ -33,7 +33,7 @@ from data_pipeline.errors import counted, printable
 from data_pipeline.system.files import try_lock, write_file
 from data_pipeline.system.sources import shown
 from txl_dist.config.redaction import redact
-from txl_dist.runtime.process import DRIVER_FILES, source_digest
+from txl_dist.runtime.process import DRIVER_FILES, source_digest, usable_cores
 
 DASHBOARD_PORT = 8265
 
@@ -196,7 +196,7 @@ def check_devices() -> list[Finding]:
     has_driver = any(Path(name).exists() for name in DRIVER_FILES)
     if has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         return [*check_gpus()]
-    usable, ram = len(os.sched_getaffinity(0)), _gib(psutil.virtual_memory().total)
+    usable, ram = usable_cores(), _gib(psutil.virtual_memory().total)
     return [Finding("ok", f"no GPU is visible; {usable} CPUs, {ram} host memory")]
 
 

@@ -17,7 +17,7 @@ from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.launcher import Launcher
 from txl_dist.launch.rank_group import Event, RankEnded, RankRange, RanksUp
-from txl_dist.runtime.process import free_port, num_gpus, without_torchrun
+from txl_dist.runtime.process import free_port, num_gpus, usable_cores, without_torchrun
 from txl_dist.training.spec import RunDirectory, TrainSpec
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class ProcessGroup:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port("127.0.0.1")),
         }
-        # The ranks share the cores that Slurm, a container or taskset leaves this process.
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        num_threads = max(1, usable_cores() // num_ranks)
         environment.setdefault("OMP_NUM_THREADS", str(num_threads))
         for rank in range(num_ranks):
             with directory.log(rank).open("ab") as log:

@@ -15,6 +15,7 @@ from data_pipeline.errors import counted
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
 from txl_dist.model.devices import triton_unavailable_reason
+from txl_dist.runtime.process import usable_cores
 
 
 def default_device() -> torch.device:
@@ -98,7 +99,7 @@ def describe_machine(device: torch.device) -> str:
         names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         cpu = next(names, cpu)
     memory = f"{psutil.virtual_memory().total / 2**30:,.0f} GiB"
-    return f"{gpus}{cpu}, {os.cpu_count()} cores, {memory} | Python {platform.python_version()}"
+    return f"{gpus}{cpu}, {usable_cores()} cores, {memory} | Python {platform.python_version()}"
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,6 +22,11 @@ TORCHRUN_VARIABLES = (
 )  # fmt: skip
 
 
+def usable_cores() -> int:
+    """The CPU cores that Slurm, a container's set of cores or taskset leaves this process."""
+    return len(os.sched_getaffinity(0))
+
+
 def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun started this process as a rank: it has the complete set of variables.
 

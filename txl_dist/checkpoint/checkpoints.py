@@ -5,6 +5,8 @@
             rank 0 waits for all lists, writes the manifest (`manifest.py`), renames the directory
             to step-NNNNNNNN, and lets LATEST point to it (`directory.py`);
             the checkpoint is copied to `training.checkpoint_url` in the background (`copies.py`)
+    newest  the checkpoint of the highest step: only the name of a directory decides
+    best    the checkpoint of the best score: BEST points to it
     prune   once a loss computed from the newest was accepted: removes older ones by `Retention`
     rewind  after a rollback: later checkpoints are superseded
     load    `tensors.py`: verifies the hash of every file, then reads any slice on any rank

@@ -99,26 +99,31 @@ def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) ->
         except PreemptedError as request:
             log.info("%s", request)
             raise
+        except TxlError as error:
+            log.error("%s: %s", type(error).__name__, error)
+            _record_error(directory, world, error)
+            raise
         except Exception as error:
-            cause: Exception = error
-            if isinstance(error, TxlError):
-                log.error("%s: %s", type(error).__name__, error)
-            elif lost := watch.lost_rank_error(error):
-                # A collective has failed, so the cause is on another rank: report that instead.
-                cause = LostRankError(f"{lost}. {resume_advice(spec.run_path)}")
-                reason = str(error).partition("\n")[0]
-                log.error("%s (%s: %s)", cause, type(error).__name__, reason)
-            else:
+            # If a collective has failed, the cause is on another rank: report that instead.
+            lost = watch.lost_rank_error(error)
+            if lost is None:
                 log.exception("rank %d failed", world.rank)
-            is_lost = isinstance(cause, LostRankError)
-            if not is_lost or world.is_rank_zero:  # of ranks that are lost, rank 0 says so for all
-                text = printable(f"{type(cause).__name__}: {cause}")
-                directory.event_log.write(
-                    "rank_lost" if is_lost else "error", text, rank=world.rank
-                )
-            if cause is error:
+                _record_error(directory, world, error)
                 raise
-            raise cause from error
+            lost = LostRankError(f"{lost}. {resume_advice(spec.run_path)}")
+            reason = str(error).partition("\n")[0]
+            log.error("%s (%s: %s)", lost, type(error).__name__, reason)
+            _record_error(directory, world, lost)
+            raise lost from error
+
+
+def _record_error(directory: RunDirectory, world: World, error: Exception) -> None:
+    """Write the event. If other ranks are lost because of this one, rank 0 says so for all."""
+    text, rank = printable(f"{type(error).__name__}: {error}"), world.rank
+    if not isinstance(error, LostRankError):
+        directory.event_log.write("error", text, rank=rank)
+    elif world.is_rank_zero:
+        directory.event_log.write("rank_lost", text, rank=rank)
 
 
 def describe_loss(step: int, checkpoints: CheckpointDirectory) -> str:

@@ -143,7 +143,7 @@ class Recovery:
         world.run_on_all(announce)
         log.info(
             f"returned from step {state.step} to the checkpoint of step {restored.step}; the run "
-            f"continues without step{'s' * is_step} {' and '.join(map(str, excluded))}"
+            f"continues without {'steps' if is_step else 'step'} {' and '.join(map(str, excluded))}"
         )
         self.batches.open_at(restored)
         return restored

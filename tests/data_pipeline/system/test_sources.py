@@ -178,12 +178,13 @@ def test_a_truncated_file_gives_its_intact_records_and_a_reject(
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_half_a_text_and_bytes_that_are_no_stream_are_rejected(tmp_path: Path, suffix: str) -> None:
     path, packed = tmp_path / f"in.txt.{suffix}", COMPRESS[suffix](PLAIN)
-    for content, reason in ((packed[:-9], "truncated"), (b"plain text", "damaged")):
+    # Longer than the header of an xz stream.
+    for content, reason in ((packed[:-9], "truncated"), (b"text that is plain", "damaged")):
         path.write_bytes(content)
         (record,) = read(one_file(path))
         assert isinstance(record, Reject)
         assert reason in record.reason
-    path.write_bytes(packed + b"garbage")
+    path.write_bytes(packed + b"garbage, and more of it")
     before, reject = split_at_reject(read(one_file(path, "lines")))
     assert before == LINES
     assert reject.line == len(LINES) + 1

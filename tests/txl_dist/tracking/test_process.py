@@ -78,9 +78,9 @@ def _train(dataset: Path, run: Path, uri: str, *settings: object) -> tuple[objec
 def test_the_end_is_delivered_before_the_launcher_ends(
     dataset: Path, run_dir: Path, server: MlflowServer
 ) -> None:
-    """As in a container: all processes end with `txl train`. A request takes half a second."""
+    """As in a container: all processes end with `txl train`. A request takes a while."""
     server.open()
-    server.fault = lambda path, body: time.sleep(0.5) or ""
+    server.fault = lambda path, body: time.sleep(0.2) or ""
     with start_txl(*_train(dataset, run_dir, server.uri, NO_EVALUATION)) as training:
         output, _ = training.communicate(timeout=300)
         for sender in senders_of(run_dir):

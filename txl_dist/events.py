@@ -12,7 +12,7 @@
     error                                        rank        a rank that its own error has stopped
     rank_lost                                    rank        launcher or rank 0, which has noticed
     restart                                                  launcher
-    finished, stopped, failed                                launcher: the end of a launch
+    stopped, failed                                          launcher: the end of a launch
     finished, stopped, failed   the last one     seconds     rank 0: the end of an attempt
 
 Each process appends its lines. `txl status`, `txl report`, the goodput, model cards and the

@@ -74,7 +74,7 @@ def hash_ids(*prefix: int, num_ids: int) -> NDArray[np.uint64]:
     return splitmix64(state ^ np.arange(num_ids, dtype=np.uint64))
 
 
-def hashed(*prefix: int, num_ids: int) -> NDArray[np.int64]:
+def shuffled(*prefix: int, num_ids: int) -> NDArray[np.int64]:
     """The ids 0 .. num_ids - 1 in the order of their hashes, [num_ids]."""
     # No ties: hashes of one prefix are distinct, so any sort gives the same order.
     return np.argsort(hash_ids(*prefix, num_ids=num_ids)).astype(np.int64)
@@ -82,8 +82,8 @@ def hashed(*prefix: int, num_ids: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """How an epoch is ordered. A permutation is called with its prefix and `num_ids`, as `hashed`;
-    None keeps the order of the corpus."""
+    """How an epoch is ordered. A permutation is called with its prefix and `num_ids`, as
+    `shuffled`; None keeps the order of the corpus."""
 
     blocks: Callable[..., NDArray[np.int64]] | None = None
     """Of the blocks of a split, with prefix (seed, epoch)."""
@@ -104,8 +104,8 @@ class Ordering:
 
 ORDERINGS = {
     "none": Ordering(),
-    "blocks": Ordering(blocks=hashed, documents=hashed),
-    "whole_blocks": Ordering(blocks=hashed),
+    "blocks": Ordering(blocks=shuffled, documents=shuffled),
+    "whole_blocks": Ordering(blocks=shuffled),
 }
 """The orders by name (`data.shuffle`)."""
 
@@ -173,7 +173,7 @@ class EpochOrder:
         stop = min(start + group_tokens, self.num_tokens)
         firsts = np.arange(start, stop, piece_len)
         num_shuffled = len(firsts) - (stop == self.num_tokens)
-        firsts[:num_shuffled] = firsts[hashed(self.seed, self.epoch, start, num_ids=num_shuffled)]
+        firsts[:num_shuffled] = firsts[shuffled(self.seed, self.epoch, start, num_ids=num_shuffled)]
         return (start, stop), [(first, min(first + piece_len, stop)) for first in firsts.tolist()]
 
 

@@ -185,7 +185,7 @@ def pipeline(stream: SegmentStream, *stages: Callable[..., Any]) -> Iterator[Any
     """Iterate `wds.DataPipeline(stream, *stages)`; a stage maps an iterable of segments to another.
 
     A stage may change the content of segments, but not their number or order, except to divide each
-    as `in_turns` does: the last segment that the pipeline returned is the run's reading state.
+    as `in_turns` does: the last one that the pipeline returned is the run's reading state.
     """
     # Imported here: webdataset imports torch, which plain data commands do not need.
     import webdataset as wds

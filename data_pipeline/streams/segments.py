@@ -63,7 +63,7 @@ class Segment:
     position: int
     """Lane position of the first token."""
     next_position: int
-    """Lane position of the next segment: the complete reading state to save."""
+    """Lane position of the next segment: with the turn, the complete reading state."""
 
 
 NO_LANE = -1

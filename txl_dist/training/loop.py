@@ -1,6 +1,6 @@
 """The training loop: the order of events of a run, in `Trainer.run`.
 
-    read -> compute -> (diverged? -> skip or rollback) -> record -> save -> evaluate -> stop?
+    read -> compute -> (diverged? -> skip or rollback) -> record -> save -> stop? -> evaluate
 
 A rollback, also one because of a save or an evaluation, ends the events of its step, and the loop
 continues at the older step.
@@ -26,7 +26,7 @@ from txl_dist.training.batches import Batches, DeviceBatch
 from txl_dist.training.recovery import BadScoreError, Recovery
 from txl_dist.training.report import Observer, Values
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.scores import ScoreTable, StepScore
+from txl_dist.training.scores import ScoreTable, StepScore, due_in
 from txl_dist.training.state import LastUpdate, TrainState
 from txl_dist.training.step import StepResult, TrainStep, lr_at
 
@@ -102,8 +102,8 @@ class Trainer:
                     if self._is_due(training.log_interval_steps):
                         self._write_line()
 
-                    self.evaluation_is_pending = self.evaluate is not None and self._is_due(
-                        self.config.evaluation.interval_steps
+                    self.evaluation_is_pending = self.evaluate is not None and due_in(self.config)(
+                        self.state.step
                     )
                     # Before the evaluation, which may take minutes: a kill would lose the save.
                     is_due = self._is_due(training.checkpoint_interval_steps)
@@ -145,7 +145,7 @@ class Trainer:
     def _read(self) -> DeviceBatch:
         number, activity = self.state.step + 1, self.step.world.activity
         for observer in self.observers:
-            observer.segment(number)
+            observer.begin_step(number)
         activity.name = f"step {number}"
         activity.enter(Span.DATA_WAIT)
         batch = self.batches.read()

@@ -7,7 +7,7 @@
     PATH      of a fork that began at PATH    as `auto`: a scheduler repeats its command
     PATH      others                          refused: a fork needs a new directory
     auto      none                            a new run
-    auto      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
+    auto,PATH none, but RUN/LATEST exists     refused: they were moved, or are not mounted
     auto      the newest is intact            the run resumes from it
     auto      the newest is damaged           from the one before it, and the lost steps are logged;
                                               with --strict: refused

@@ -66,7 +66,7 @@ def open_saver(start: Start, step: TrainStep, tracker: TrackingProcess | None) -
 
 
 class RunSaver:
-    """Saves from all ranks. `save`, `wait*` and `finish` are collective, other methods are not.
+    """Saves from all ranks. Collective are `save`, `wait*`, `settle`, `rewind` and `finish`.
 
     `saved_file` is created at the first checkpoint (see TrainSpec). `saved_step` is the step of the
     newest save of this run, or of the checkpoint that it resumed from. `scores` on rank 0.
@@ -270,7 +270,7 @@ class RunSaver:
         path = self._checkpoints.save(save, snapshot, self._header)
         if path is not None:
             with self._checkpoints.explained():
-                # After the rename: Ray restarts with `resume: auto` once this file exists.
+                # After the rename: once this file exists, a restart has `resume: auto`.
                 if self._saved_file:
                     self._saved_file.touch()
                 log.info("checkpoint at step %d | %s", save.state["step"], path)

@@ -60,7 +60,7 @@ class TrainSpec(BaseModel):
     force_unlock: bool = False
     """Start although another run holds the lock of the directory; that run is lost, or stops."""
     launch_id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12])
-    """Identifies this start of the run. Ray's restarts of ranks keep the id."""
+    """Identifies this start of the run. The supervisor's restarts of ranks keep the id."""
     saved_file: str | None = None
     """Appears once this launch has saved a checkpoint; a restart then resumes from the newest."""
     stop_file: str | None = None

@@ -145,7 +145,7 @@ class Trainer:
     def _read(self) -> DeviceBatch:
         number, activity = self.state.step + 1, self.step.world.activity
         for observer in self.observers:
-            observer.begin_step(number)
+            observer.segment(number)
         activity.name = f"step {number}"
         activity.enter(Span.DATA_WAIT)
         batch = self.batches.read()

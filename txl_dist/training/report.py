@@ -1,6 +1,6 @@
 """The report of a run, on rank 0: metrics.jsonl, events.jsonl, the step line, and the log.
 
-    start -> (begin_step -> step -> line -> report -> save) ... -> end
+    start -> (segment -> step -> line -> report -> save) ... -> end
                           score, divergence and rollback at any time
 
 The loop tells every `Observer` of these events, on all ranks after the same step. `Report` is on
@@ -55,7 +55,7 @@ class Observer:
     def start(self, state: TrainState) -> None:
         """The run begins at `state`, after a resume if it has steps."""
 
-    def begin_step(self, step: int) -> None:
+    def segment(self, step: int) -> None:
         """Step number `step` begins: the loop is about to wait for its segment."""
 
     def step(self, state: TrainState, result: StepResult) -> None:
@@ -128,7 +128,7 @@ class Report(Observer):
         """Seconds by cause since the first start of the run; their sum is the wall time."""
         return self._time.with_process(process_seconds(self.activity))
 
-    def begin_step(self, step: int) -> None:
+    def segment(self, step: int) -> None:
         if self.activity.num_steps == 0 and self._before is None:
             self._event("first_batch", "first batch")
         # What preceded the first step, such as an evaluation, is not expected again.

@@ -4,10 +4,11 @@
     never     none                            a new run
     never     some                            refused; at a restart by the same launch: as `auto`
     PATH      none                            a fork: a new run that begins at PATH
+    PATH      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
     PATH      of a fork that began at PATH    as `auto`: a scheduler repeats its command
     PATH      others                          refused: a fork needs a new directory
     auto      none                            a new run
-    auto,PATH none, but RUN/LATEST exists     refused: they were moved, or are not mounted
+    auto      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
     auto      the newest is intact            the run resumes from it
     auto      the newest is damaged           from the one before it, and the lost steps are logged;
                                               with --strict: refused

@@ -10,14 +10,14 @@ from tests.support.commands import txl
 from txl_dist.config.config_file import load_run_config
 from txl_dist.model.choices import RECIPES
 
-LARGE = ("125m", "350m")
+LARGE = ("30m", "125m", "350m")
 CONFIGS = sorted((Path(__file__).parents[3] / "configs/modern").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        # The large ones take 10 s each.
+        # All but the quickstart take 10 s each.
         pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LARGE))
         for path in CONFIGS
     ],

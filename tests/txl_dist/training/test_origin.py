@@ -154,7 +154,9 @@ def test_weights_of_other_programs_can_be_an_origin(tiny: TinyRuns, kind: str) -
     assert score_of_step(run, 0).nats == score(origin, tiny.dataset, num_ranks=2, tgt_len=3)
 
 
-@pytest.mark.parametrize("stage", ["0", "2", "3", "3-all-spread"])
+@pytest.mark.parametrize(
+    "stage", ["0", *(pytest.param(s, marks=pytest.mark.slow) for s in ("2", "3")), "3-all-spread"]
+)
 def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
     tiny: TinyRuns, origin: Path, stage: str
 ) -> None:

@@ -62,16 +62,19 @@ def is_frozen(name: str, frozen: str) -> bool:
     return is_matrix if frozen == "hidden" else not is_matrix and frozen == "all but hidden"
 
 
-CASES = [
-    ("adamw", "hidden", 2, "0"),
+QUICK = [
     ("averaged", "all but hidden", 2, "2"),
     ("adamw", "embedding", 2, "3-all-spread"),
-    ("averaged", "hidden", 3, "3"),
-    ("adamw", "hidden", 3, "1"),
     ("lamb", "embedding", 1, "0"),
     ("muon", "embedding", 2, "1"),
+]
+OTHERS = [
+    ("adamw", "hidden", 2, "0"),
+    ("averaged", "hidden", 3, "3"),
+    ("adamw", "hidden", 3, "1"),
     ("muon", "hidden", 1, "2"),
 ]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 
 
 @pytest.mark.parametrize(("optimizer", "frozen", "num_ranks", "stage"), CASES)

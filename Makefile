@@ -39,7 +39,7 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 quickstart: $(RUNTIME)  ## real text to a trained, evaluated, tracked model in a few minutes
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/quickstart.py
 
-test: setup      ## the test suite, 6 to 8 minutes on 2 quiet cores
+test: setup      ## the test suite, 6 to 10 minutes on 2 quiet cores
 	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile
 
 docs: setup      ## the documentation site in build/site, without network; a broken link fails

@@ -16,7 +16,8 @@ machine in the same dtype. If a model does not fit in memory, its number of lane
 
 The sizes are those of configs/paper, configs/nvidia and configs/modern, with the lanes that were
 published for one GPU of several, and in rows NAME-LANES with as many as fit on one of 80 GB.
-Beside each MFU are its goal and what was measured last. Without a GPU the table has only these.
+The table shows each MFU with its goal and the last recorded measurement; without a GPU, only these
+two.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
 https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModeling/Transformer-XL

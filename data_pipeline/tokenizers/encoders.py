@@ -43,9 +43,8 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(_OTHERS)
 }
-"""Character in the tokens of a byte-level BPE -> the byte that it stands for.
-
-A printable byte has its own character."""
+"""The byte of each character in the tokens of a byte-level BPE. A printable byte is written as its
+own character."""
 
 
 class GigatokenEncoder:

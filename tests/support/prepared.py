@@ -7,7 +7,7 @@ from data_pipeline.shards.manifest import PrepareSettings
 
 
 def prepared(out: Path, *texts: str, **settings: object) -> Path:
-    """A dataset of these texts, each a file of its own (in a folder beside it)."""
+    """Prepare these texts, one file per text, and return the directory of the dataset."""
     folder = out.with_name(f"{out.name}-texts")
     folder.mkdir()
     for number, text in enumerate(texts):

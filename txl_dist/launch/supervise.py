@@ -182,7 +182,7 @@ class LaunchOutput:
         self._last_print = time.monotonic()
         try:
             self._on_line(line)
-        except OSError:  # the terminal is closed, or the program that read a pipe; training goes on
+        except OSError:  # the terminal or the reader of the pipe is gone; training continues
             self._on_line = lambda line: None
 
 

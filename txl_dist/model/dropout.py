@@ -221,9 +221,9 @@ class GpuLaneDropoutMasks:
     def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
         if not torch.compiler.is_compiling():
             return torch.ops.txl_dist.lane_dropout_scale(*self._mask(dropout), x.shape, x.dtype)
-        # In compiled code, kernels that use a mask unpack its bits, in backward again: only these
-        # are stored. For that, they are int16, and each place has a range of its own: torch would
-        # store what follows from a tensor that is used twice, or from int64.
+        # Compiled code unpacks the bits where it uses the mask, and again in backward, so that it
+        # stores the words only. torch's partitioner stores the unpacked mask instead if it is
+        # computed in int64, or if two masks use the same arange.
         words, factor = self.keep_bits(x, dropout)
         start = 16 * _PLACES[dropout.place]
         place_16 = torch.arange(start, start + 16, dtype=torch.int16, device=words.device)

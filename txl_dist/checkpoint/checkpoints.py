@@ -61,7 +61,9 @@ class CheckpointHeader(RunEntries):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save:
-    """One save of one rank. `save_id`, `state` and `num_ranks` are the same on all ranks."""
+    """One save of one rank. `save_id` and `num_ranks` are the same on all ranks, and so is `state`
+    but for `best`, which only rank 0 has.
+    """
 
     save_id: str
     """Unique among all saves: the parts of two saves are never in one directory."""

@@ -16,6 +16,7 @@ Copies are removed by the rule for the run directory (`Retention`), not because 
 there: a run that has moved to an empty disk keeps its older copies.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -209,6 +210,7 @@ class Uploader:
         self._attempt = replace(directory.attempt, folder=copies.url / FOLDER)
         self._add_attempt = cache(self._attempt.add)  # once, but again if it has failed
         self._sent_manifests: dict[str, bytes] = {}
+        """The sha256 of each."""
         self._is_due = False
         """Whether an update was asked for that has not begun."""
         self._closing = threading.Event()
@@ -337,12 +339,13 @@ class Uploader:
                 if present.get(file) != entry.bytes:
                     (target / file).write_from(path / file)
             content = (path / MANIFEST_NAME).read_bytes()
-            if self._sent_manifests.get(name) != content:
+            digest = hashlib.sha256(content).digest()
+            if self._sent_manifests.get(name) != digest:
                 self._attempt.require_newest()
                 # Before the manifest: a resume from this copy needs the metrics up to its step.
                 self._upload_run_files()
                 (target / MANIFEST_NAME).write_bytes(content)
-                self._sent_manifests[name] = content
+                self._sent_manifests[name] = digest
                 log.info("checkpoint at step %d | copied to %s", step, target)
         return name
 

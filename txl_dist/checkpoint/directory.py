@@ -1,8 +1,8 @@
 """The checkpoints of a run: RUN/checkpoints/step-NNNNNNNN, RUN/LATEST, RUN/BEST.
 
 A checkpoint is complete if its directory has its final name. Checkpoints are ordered by the step
-numbers in their names, never by file times. LATEST and BEST are pointers for people and scripts;
-`--resume auto` does not read them.
+numbers in their names, never by file times. LATEST and BEST are pointers for people and scripts. A
+resume only asks whether LATEST exists, if there is no checkpoint: then they are missing.
 
     step-NNNNNNNN              a complete checkpoint
     superseded-step-NNNNNNNN   of steps that were undone; a resume never chooses it

@@ -183,7 +183,7 @@ def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
 def sync(run: Run) -> None:
     """Deliver to MLflow what a run has not delivered.
 
-    Metrics, settings, checkpoints, and scores, also those of txl eval, for 10 minutes at most. For
+    Metrics, settings, datasets, and scores, also those of txl eval, for 10 minutes at most. For
     a run that has ended; one that is training delivers by itself. Points that MLflow has are not
     sent again, so it can be repeated. The copy of a run directory gets its own MLflow run.
 

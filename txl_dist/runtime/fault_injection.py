@@ -33,7 +33,7 @@ FaultPoint = Literal[
     "save/files",  # every rank writes its files
     "save/manifest",  # rank 0: all files are written, and the manifest is not
     "save/latest",  # rank 0: the checkpoint is complete, and LATEST names the previous one
-    "upload",  # a rank copies its files of a checkpoint to training.checkpoint_url
+    "upload",  # rank 0 copies the files of a checkpoint to training.checkpoint_url
 ]
 POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
 

@@ -116,7 +116,7 @@ class Heartbeat(StrictModel):
     seconds: float
     """How long it has been in this collective or span."""
     stack: tuple[str, ...]
-    """Innermost calls of its main thread: `txl_dist/training/loop.py:118 in _next_segment`."""
+    """Innermost calls of its main thread: `txl_dist/training/loop.py:118 in _read`."""
 
     @property
     def process(self) -> str:

@@ -92,17 +92,8 @@ def require_compatible(
     check_data(manifest, state, path, spec=spec, data=data)
     settings = flatten_config(spec.config)
     check_config(manifest.run, settings, allowed=spec.allow_change, checkpoint=str(path))
-    if not state.turn:
-        return
-    # Some lanes are a segment ahead of others.
-    old = {**default_settings(), **manifest.run}
-    changed = [
-        key for key, value in settings.items()
-        if key.startswith(_BETWEEN_TURNS) and value != old.get(key)
-    ]  # fmt: skip
-    if PhaseChange.between(state.phases[-1], data.phase):
-        changed.append("the data")
-    if changed:
+    if changed := changed_between_turns(manifest, state, spec=spec, data=data):
+        old = {**default_settings(), **manifest.run}
         turns = old["data.num_lanes"] // old["data.lanes_per_step"]
         raise CheckpointError(
             f"{path}: {', '.join(changed)} cannot change here. The lanes are read in {turns} turns "
@@ -110,6 +101,25 @@ def require_compatible(
             f"Resume without the change to step {state.step + turns - state.turn}, or from an "
             f"older checkpoint: at every {turns}th step all lanes are at one position"
         )
+
+
+def changed_between_turns(
+    manifest: CheckpointManifest, state: TrainState, *, spec: TrainSpec, data: TrainingData
+) -> list[str]:
+    """What differs from this checkpoint, although some of its lanes are a segment ahead of others.
+
+    Only at a checkpoint where all lanes are at one position may it change.
+    """
+    if not state.turn:
+        return []
+    old = {**default_settings(), **manifest.run}
+    changed = [
+        key for key, value in flatten_config(spec.config).items()
+        if key.startswith(_BETWEEN_TURNS) and value != old.get(key)
+    ]  # fmt: skip
+    if PhaseChange.between(state.phases[-1], data.phase):
+        changed.append("the data")
+    return changed
 
 
 def check_newest_checkpoint(spec: TrainSpec, data: TrainingData) -> None:

@@ -43,6 +43,7 @@ from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import Visibility
 from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.runtime.world import World
+from txl_dist.training.engine.optimizers import freeze
 
 # Shapes: B lanes, T segment tokens, D d_model
 
@@ -67,6 +68,7 @@ def compile_layers(
     """
     device, is_recorded = world.device, records_graphs(config, world.device)
     model.to(device)
+    freeze(model, config.optimizer)  # a parameter that loses its gradient later compiles again
     compile_model(model, device)
     # A forward and backward of zeros, with the shapes, types and precision of training, or the
     # first step would compile again.

@@ -73,7 +73,9 @@ def train_rank(spec: TrainSpec, world: World) -> TrainState:
         StopDeadline(
             stop := StopRequest(signals, Path(spec.stop_file) if spec.stop_file else None),
             world.activity,
-            describe_loss=lambda: describe_loss(trainer.state.step, directory.checkpoints),
+            describe_loss=lambda: describe_loss(
+                trainer.state.step, directory.checkpoints, num_done=world.activity.num_steps
+            ),
             advice=partial(resume_advice, spec.run_path),
             grace_seconds=spec.config.training.grace_seconds,
             announce=world.is_rank_zero and not spec.stop_file,  # no launcher of ours does
@@ -126,11 +128,11 @@ def _record_error(directory: RunDirectory, world: World, error: Exception) -> No
         directory.event_log.write("rank_lost", text, rank=rank)
 
 
-def describe_loss(step: int, checkpoints: CheckpointDirectory) -> str:
-    """Which steps are lost if a process ends after `step`."""
+def describe_loss(step: int, checkpoints: CheckpointDirectory, *, num_done: int) -> str:
+    """Which steps are lost if a process ends after `step`, of which it has done `num_done`."""
     saved = checkpoints.steps()
     since = f"the checkpoint of step {saved[-1]}" if saved else "the start"
-    num_lost = step - (saved[-1] if saved else 0)
+    num_lost = step - saved[-1] if saved else num_done  # a fork does not begin at step 0
     if num_lost <= 0:
         return "no step is lost"
     return f"the {counted(num_lost, 'step')} since {since} {'is' if num_lost == 1 else 'are'} lost"

@@ -27,8 +27,9 @@ from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.process import Span
 from txl_dist.training.batches import Batches
+from txl_dist.training.compatibility import changed_between_turns
 from txl_dist.training.report import Observer
-from txl_dist.training.resume import newest_intact
+from txl_dist.training.resume import ResumePoint, newest_intact
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.start import Start, resume_at
 from txl_dist.training.state import TrainState
@@ -117,7 +118,7 @@ class Recovery:
 
         world.activity.name = f"rollback after step {state.step}"
         self.saver.settle()  # a checkpoint may be being written
-        point, _ = newest_intact(self.start.directory.checkpoints, world, before=last_update)
+        point = self._point_before(last_update)
         if point is None:
             raise DivergedError(
                 f"{cause}, and divergence.policy=rollback finds no checkpoint of a step before "
@@ -147,6 +148,23 @@ class Recovery:
         )
         self.batches.open_at(restored)
         return restored
+
+    def _point_before(self, step: int) -> ResumePoint | None:
+        """The newest intact checkpoint before a step that this config can continue. Collective."""
+        start, checkpoints = self.start, self.start.directory.checkpoints
+        while True:
+            point, _ = newest_intact(checkpoints, start.world, before=step)
+            if point is None:
+                return None
+            manifest, state = point.manifest, point.state
+            changed = changed_between_turns(manifest, state, spec=start.spec, data=start.data)
+            if not changed:
+                return point
+            log.info(
+                f"passed over the checkpoint of step {state.step}: {', '.join(changed)} changed "
+                "since, and some of its lanes are a segment ahead of the others"
+            )
+            step = state.step
 
     # --- the file of an event -------------------------------------------------------------------
 

@@ -10,8 +10,9 @@
     auto      none                            a new run
     auto      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
     auto      the newest is intact            the run resumes from it
-    auto      the newest is damaged           from the one before it, and the lost steps are logged;
-                                              with --strict: refused
+    auto      the newest is damaged           from its copy at the URL, if that is intact; else from
+                                              the one before it, and the lost steps are logged; with
+                                              --strict: refused
     auto      all are damaged                 refused
     any       newer ones named step-N.ID      refused: copied from a URL, they have to be renamed
     any       of another run, as copies       refused; nothing in the run directory is changed
@@ -19,8 +20,8 @@
                                               the run directory are used
 
 The checkpoints of a run are those in RUN/checkpoints and, with `training.checkpoint_url`, their
-copies: the newest intact copy is downloaded first if it is newer than the checkpoints in the run
-directory. Superseded and unfinished checkpoints never count.
+copies: the newest intact copy is downloaded first if it is newer than the intact checkpoints in the
+run directory. Superseded and unfinished checkpoints never count.
 
 Then settings and data are compared: some may differ, some need `--allow-change`, the others are
 refused (`compatibility.py`). Only after that the attempt begins, which stops older attempts of the
@@ -32,6 +33,7 @@ The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons
 import logging
 import uuid
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -115,7 +117,7 @@ def verify_point(path: Path, world: World) -> ResumePoint:
     return ResumePoint(path, manifest, state)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resume:
     """The choice of a checkpoint, for one spec."""
 
@@ -144,7 +146,7 @@ class Resume:
             update = {"forked_from": self._given_path, "divergence": divergence}
             point = replace(point, state=point.state.model_copy(update=update), is_fork=True)
         else:
-            point = self._newest_intact()
+            point = self._newest_intact(download=download)
         require_compatible(point.manifest, point.state, point.path, spec=self.spec, data=self.data)
         # A warning, not an error: most changes of the code do not change losses.
         if point.manifest.written_by != (current := code_description()):
@@ -157,10 +159,10 @@ class Resume:
     def _source(self, *, download: bool) -> Literal["new run", "own checkpoints"] | Path:
         """The row of the table, except for damage; a path begins a fork. On rank 0; downloads."""
         spec, directory = self.spec, self.directory
-        if steps := directory.steps():
+        if not self._is_restart and (steps := directory.steps()):
             self._require_resumable(steps[-1])
-        if download and (url := spec.config.training.checkpoint_url):
-            self.download_newest(CheckpointCopies(RemotePath(url)))
+        if download:
+            self.download_newest(newer_than=directory.newest_step())
         self._require_renamed_copies()
         if directory.steps():
             return "own checkpoints"
@@ -187,7 +189,7 @@ class Resume:
     def _require_resumable(self, step: int) -> None:
         """Raise ConfigError if the command must not continue the run in its directory."""
         resume, run = self.spec.resume, self.directory.run
-        if resume == "auto" or self._is_restart:
+        if resume == "auto":
             return
         if resume == "never":
             raise ConfigError(
@@ -205,9 +207,12 @@ class Resume:
                 f"{resume}. To continue the run in {run}, leave --resume out"
             )
 
-    @property
+    @cached_property
     def _is_restart(self) -> bool:
-        """Whether this launch has begun an attempt before, and no other launch has since."""
+        """Whether this launch has begun an attempt before, and no other launch has since.
+
+        As it was at the first `find`: then this start has not begun one yet.
+        """
         folder = self.directory.run / FOLDER
         return newest_record(folder, launch_id=self.spec.launch_id) is not None
 
@@ -217,10 +222,18 @@ class Resume:
         # Links are not followed: their targets may differ from host to host, or change.
         return str(Path(self.spec.resume).absolute())
 
-    def _newest_intact(self) -> ResumePoint:
+    def _newest_intact(self, *, download: bool) -> ResumePoint:
         """The newest checkpoint without damage, which may be older than the newest. Collective."""
         run = self.directory.run
         point, damage = newest_intact(self.directory, self.world)
+        if damage and download:  # the copy of a damaged checkpoint may be intact
+            step = point.state.step if point else None
+            do_on_rank_zero(
+                self.world,
+                lambda: self.download_newest(newer_than=step),
+                name="the download of a checkpoint",
+            )
+            point, damage = newest_intact(self.directory, self.world)
         if point is None:
             raise CheckpointError(
                 f"all checkpoints of {run} are damaged: {'; '.join(damage)}. Restore one from a "
@@ -241,13 +254,17 @@ class Resume:
 
     # --- copies at `training.checkpoint_url`: on rank 0 -----------------------------------------
 
-    def download_newest(self, copies: CheckpointCopies) -> None:
-        """Download the newest intact copy if it is newer than the checkpoints in the run directory.
+    def download_newest(self, *, newer_than: int | None) -> None:
+        """Download the newest intact copy of a step after `newer_than`, if there is any.
 
-        Raises ConfigError, CheckpointError, DataError or StoreError if the copies are of another
-        run, do not fit the spec, are all damaged, or cannot be read; then nothing was changed.
+        It replaces a checkpoint of its step. Raises ConfigError, CheckpointError, DataError or
+        StoreError if the copies are of another run, do not fit the spec, are all damaged, or cannot
+        be read; then nothing was changed.
         """
-        directory = self.directory
+        directory, url = self.directory, self.spec.config.training.checkpoint_url
+        if url is None:
+            return
+        copies = CheckpointCopies(RemotePath(url))
         try:
             names = self._usable(copies)
         except OSError as error:
@@ -256,9 +273,9 @@ class Resume:
             log.warning("%s does not respond; this launch has its checkpoints locally", copies.url)
             return
         directory.path.mkdir(parents=True, exist_ok=True)
-        newest, damage = directory.newest_step(), []
+        damage: list[str] = []
         for name in reversed(names):
-            if newest is not None and step_of(name) <= newest:
+            if newer_than is not None and step_of(name) <= newer_than:
                 return
             try:
                 path = copies.download(name, directory)
@@ -276,7 +293,7 @@ class Resume:
                 ) from error
             log.info("downloaded %s from %s", path, copies.at(name))
             return
-        if damage and newest is None:  # a new run would replace them
+        if damage and newer_than is None:  # a new run would replace them
             raise copies.all_damaged("; ".join(damage))
 
     def _usable(self, copies: CheckpointCopies) -> list[str]:

@@ -233,10 +233,8 @@ def resume_at(point: ResumePoint, start: Start, step: TrainStep, batches: Batche
         fault_point("replay")
         replayed = batches.before(state, num_segments=num_segments)
         with engine.whole_model() as model:
-            model.eval()  # or it would draw dropout masks
             for batch in replayed:
                 step.replay(batch, model, start.config.precision)
-            model.train()
         num_tokens = num_segments * start.config.data.tgt_len
         log.info("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     return state

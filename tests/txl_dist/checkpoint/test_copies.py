@@ -68,7 +68,7 @@ def download_to(directory: CheckpointDirectory) -> None:
     """What a start does on an empty disk."""
     spec = tiny_spec(Path("no-data"), directory.run, f"training.checkpoint_url={REMOTE.url}")
     resume = Resume(spec, None, None, directory)  # type: ignore[arg-type]
-    resume.download_newest(REMOTE)
+    resume.download_newest(newer_than=directory.newest_step())
 
 
 def test_copies_follow_the_local_checkpoints(uploader: Uploader, tmp_path: Path) -> None:

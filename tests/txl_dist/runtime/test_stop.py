@@ -30,7 +30,7 @@ def deadline(run: Path, *, grace_seconds: float, num_steps: int = 0) -> StopDead
     return StopDeadline(
         StopRequest(stop_file=run / "stop"),
         Activity("checkpoint of step 9", num_steps=num_steps),
-        describe_loss=partial(describe_loss, 9, CheckpointDirectory(run)),
+        describe_loss=partial(describe_loss, 9, CheckpointDirectory(run), num_done=num_steps),
         advice=partial(resume_advice, run),
         grace_seconds=grace_seconds,
     )
@@ -59,6 +59,12 @@ def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
         "busy with: checkpoint of step 9; the 5 steps since the checkpoint of step 4 are" in message
     )
     assert "resumes from the newest checkpoint, that of step 4" in message
+
+
+def test_steps_of_a_process_without_a_checkpoint_are_counted_from_its_start(tmp_path: Path) -> None:
+    """A fork does not begin at step 0."""
+    lost = describe_loss(1005, CheckpointDirectory(tmp_path), num_done=5)
+    assert lost == "the 5 steps since the start are lost"
 
 
 def test_a_run_that_stops_in_time_is_left_alone(tmp_path: Path, ended: threading.Event) -> None:

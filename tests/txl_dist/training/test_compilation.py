@@ -102,6 +102,7 @@ differed by 7.5e-5."""
         (NINE_LAYERS, *DROPOUT),
         (NINE_LAYERS, "model.attention=triton", "training.num_steps=5"),
         BF16,
+        ("optimizer.lr_factors={hidden: 0}",),
     ],
     ids=str,
 )

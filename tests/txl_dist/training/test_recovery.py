@@ -332,14 +332,29 @@ def scores(run: Path) -> dict[int, float]:
     return {line["step"]: line["valid/loss"] for line in metrics(run) if "valid/loss" in line}
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+IN_TURNS = (
+    "data.num_lanes=6", "data.lanes_per_step=2", "training.checkpoint_interval_steps=1",
+    "training.keep_checkpoints=9",
+)  # fmt: skip
+"""Three turns: after the steps 4 and 5 some lanes are a segment ahead of others."""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "more", "change"),
+    [
+        (1, (), ("data.num_lanes=3", "model.mem_len=4")),
+        pytest.param(2, (), ("data.num_lanes=3", "model.mem_len=4"), marks=pytest.mark.slow),
+        (1, IN_TURNS, ("data.num_lanes=4",)),
+    ],
+    ids=["1 rank", "2 ranks", "turns"],
+)
 def test_a_rollback_to_before_a_change_continues_with_the_new_settings(
-    tiny: TinyRuns, num_ranks: int
+    tiny: TinyRuns, num_ranks: int, more: tuple[str, ...], change: tuple[str, ...]
 ) -> None:
     """Step 7 is the first one with other lanes; its loss comes from the update of step 6. So the
     run is that which was changed after step 3, without the steps 6 and 7."""
     run, reference = tiny.path / "run", tiny.path / "reference"
-    settings, change = (*SETTINGS, ROLLBACK), ("data.num_lanes=3", "model.mem_len=4")
+    settings = (*SETTINGS, ROLLBACK, *more)
     for path, step, fault in (
         (run, 6, NanHidden(rank=0, steps=(7,))), (reference, 3, SkipSteps(6, 7))
     ):  # fmt: skip

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
 from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, losses, refusal, train
+from tests.txl_dist.training.test_resume import flip
 from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
@@ -31,16 +34,29 @@ from txl_dist.training.rank import build_trainer
 from txl_dist.training.spec import TrainSpec
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
-    tiny: TinyRuns, aws: dict[str, str], bucket: Any, num_ranks: int
+@pytest.mark.fault_row(24)
+@pytest.mark.parametrize(
+    ("num_ranks", "spoil"),
+    [
+        (1, shutil.rmtree),
+        pytest.param(2, shutil.rmtree, marks=pytest.mark.slow),
+        (1, partial(flip, step=10, kind="weights")),
+    ],
+    ids=["empty disk", "empty disk, 2 ranks", "damaged checkpoint"],
+)
+def test_a_run_continues_from_its_copies_with_the_losses_of_an_undisturbed_one(
+    tiny: TinyRuns,
+    aws: dict[str, str],
+    bucket: Any,
+    num_ranks: int,
+    spoil: Callable[[Path], object],
 ) -> None:
     straight = tiny.trained("straight", NO_EVALUATION, num_ranks=num_ranks)
     spec = tiny.spec("run", *SETTINGS)
     ends = tiny.ranks(num_ranks).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3] * num_ranks
     assert remote_steps(bucket) == [5, 10]
-    shutil.rmtree(tiny.path / "run")
+    spoil(tiny.path / "run")
 
     assert tiny.ranks(num_ranks).run(in_cloud, aws, train, spec) == [0] * num_ranks
     assert "resuming at step 10" in (tiny.path / "run/logs/rank-0.log").read_text()

@@ -24,9 +24,10 @@ from tests.support.training_runs import (
     train,
 )
 from tests.txl_dist.checkpoint.saving import save
+from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.spec import TrainSpec
@@ -224,6 +225,19 @@ def test_never_continues_what_an_earlier_attempt_of_its_launch_has_begun(tiny: T
     assert begins_at(tiny, spec) == 7
     again = spec.model_copy(update={"launch_id": "another"})
     assert "--resume never would overwrite it" in str(begins_at(tiny, again))
+
+
+def test_a_start_is_no_restart_because_it_has_begun_its_attempt(tmp_path: Path) -> None:
+    """Another run without the lock saves its first checkpoint while this one starts."""
+    spec = tiny_spec(Path("no-data"), tmp_path, resume="never", launch_id="0123")
+    directory = CheckpointDirectory(tmp_path)
+    search = resume.Resume(spec, None, World(0, 1), directory)  # type: ignore[arg-type]
+    assert search.find() is None
+    record = AttemptRecord.of_this_process(number=1, launch_id="0123")
+    Attempt(record, tmp_path / FOLDER).add()
+    save(tmp_path, step=1)
+    with pytest.raises(ConfigError, match="--resume never would overwrite it"):
+        search.find(download=False)
 
 
 @pytest.mark.fault_row(24)

@@ -8,7 +8,15 @@ import pytest
 
 from data_pipeline.system.workers import InProcess
 from tests.support.diverging_runs import NanWeight, train_with
-from tests.support.training_runs import NO_EVALUATION, TinyRuns, losses, metrics, tiny_spec, train
+from tests.support.training_runs import (
+    DROPOUT,
+    NO_EVALUATION,
+    TinyRuns,
+    losses,
+    metrics,
+    tiny_spec,
+    train,
+)
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -84,15 +92,20 @@ def test_scores_after_a_rollback_are_those_of_the_ranks(tiny: TinyRuns) -> None:
     assert losses(run) == losses(expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [(), ("model.memory=compressive", "model.compression_rate=3", *DROPOUT)],
+    ids=["recurrent", "compressive with dropout"],
+)
 def test_a_finished_run_that_was_not_scored_is_scored_by_hand(
-    tiny: TinyRuns, straight: Callable[..., Path]
+    tiny: TinyRuns, straight: Callable[..., Path], options: tuple[str, ...]
 ) -> None:
     """The scores, BEST and metrics of the run that has evaluated itself."""
-    assert tiny.ranks(1).run(train, unscored(tiny.dataset, tiny.path)) == [0]
+    assert tiny.ranks(1).run(train, unscored(tiny.dataset, tiny.path, *options)) == [0]
     with pytest.raises(DataError, match="split 'test'"):
         watch(tiny.path, InProcess(), split="test", num_threads=1, note=print)
     assert watch(tiny.path, InProcess(), num_threads=1, note=print) == len(STEPS)
-    assert_same_scores(tiny.path, straight(*SETTINGS, num_ranks=1))
+    assert_same_scores(tiny.path, straight(*SETTINGS, *options, num_ranks=1))
     assert watch(tiny.path, InProcess(), num_threads=1, note=print) == 0
     assert len(scores(tiny.path)) == len(STEPS)
 

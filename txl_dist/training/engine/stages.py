@@ -106,11 +106,15 @@ class Engine(ABC):
 
     @contextmanager
     def whole_model(self) -> Iterator[TransformerXL]:
-        """The model with all weights on this rank, for evaluation. Collective.
+        """The model with all weights on this rank, without dropout, for evaluation. Collective.
 
         Inside the context ranks may call it different numbers of times: no forward is collective.
         """
-        yield self.model
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -376,7 +380,7 @@ class Stage3Engine(Engine):
 
     def __init__(self, model: TransformerXL, config: RunConfig, world: World, **shape: int) -> None:
         # Copied before DeepSpeed replaces the parameters by empty ones and adds its hooks.
-        self._meta_model = deepcopy(model).to("meta")
+        self._meta_model = deepcopy(model).to("meta").eval()
         super().__init__(model, config, world, **shape)
 
     @contextmanager

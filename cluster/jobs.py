@@ -283,6 +283,8 @@ def ray_jobs(address: str) -> Iterator[RayJobs]:
             "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token of the cluster "
             "(default ~/.ray/auth_token; ray get-auth-token prints it there)"
         ) from None
+    except BrokenPipeError:  # of our output, whose reader is gone
+        raise
     except OSError as error:
         raise (TxlError if client else ConfigError)(
             f"no Ray cluster responds at {url}: {redact(lines_of(error)[0])}. Check that it runs "

@@ -196,8 +196,10 @@ class RayRankGroup:
         self._config, self._ranks, self._thread = spec.config, ranks, thread
         thread.work = self._serve
         self._directory = RunDirectory(spec.run_path)
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._starts: queue.Queue[tuple[TrainSpec, int]] = queue.Queue()
+        self._events: queue.Queue[tuple[int, Event]] = queue.Queue()
+        """With the number of their start: ranks that were given up may end during the next one."""
+        self._starts: queue.Queue[tuple[int, TrainSpec, int]] = queue.Queue()
+        self._number = self._serving = 0  # of the newest start, and of that in Ray's thread
         self._killed: frozenset[int] = frozenset()
         self._monitor: ClusterMonitor | None = None
         # Of the ranks of the current start, by rank; empty until they are up.
@@ -222,12 +224,17 @@ class RayRankGroup:
 
     def start(self, spec: TrainSpec, num_ranks: int) -> None:
         self._killed, self._locations = frozenset(), []
-        self._starts.put((spec, num_ranks))
+        self._is_up, self._waiting_since = False, time.monotonic()
+        self._number += 1
+        self._starts.put((self._number, spec, num_ranks))
 
     def poll(self) -> list[Event]:
         events: list[Event] = []
         while not self._events.empty():
-            events.append(event := self._events.get())
+            number, event = self._events.get()
+            if number < self._number:
+                continue
+            events.append(event)
             if isinstance(event, RanksUp):
                 self._is_up = True
             elif isinstance(event, RankEnded):
@@ -281,10 +288,14 @@ class RayRankGroup:
         ):
             while not self._thread.leave.is_set():
                 try:
-                    spec, num_ranks = self._starts.get(timeout=POLL_SECONDS)
+                    number, spec, num_ranks = self._starts.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     continue
+                self._serving = number
                 self._run(spec, num_ranks, resource)
+
+    def _report(self, event: Event) -> None:
+        self._events.put((self._serving, event))
 
     def _run(self, spec: TrainSpec, num_ranks: int, resource: Resource) -> None:
         """One start: reserve, start the actors, and report how each of them ends."""
@@ -322,7 +333,7 @@ class RayRankGroup:
     def _end_all(self, num_ranks: int, reason: str) -> None:
         """Report that a start has failed before its ranks were up."""
         for rank in range(num_ranks):
-            self._events.put(RankEnded(rank, 1, reason=reason))
+            self._report(RankEnded(rank, 1, reason=reason))
 
     def _call_ranks(
         self, spec: TrainSpec, ranks: list[tuple[RankLocation, Any]], resource: Resource
@@ -343,7 +354,7 @@ class RayRankGroup:
         places = {rank: f" ({location})" for rank, location in enumerate(locations)}
         # A private Ray has one node, which this process would not outlive.
         nodes = {location.node_id for location in locations if not self._thread.is_private}
-        self._events.put(RanksUp(places, nodes))
+        self._report(RanksUp(places, nodes))
         return calls
 
     def _watch(self, calls: dict[Any, int], actors: list[Any]) -> None:
@@ -355,7 +366,7 @@ class RayRankGroup:
                 ray.kill(actors[rank])
             ready, _ = ray.wait(list(calls), timeout=POLL_SECONDS)
             for call in ready:
-                self._events.put(self._end_of(calls.pop(call), call))
+                self._report(self._end_of(calls.pop(call), call))
 
     def _end_of(self, rank: int, call: Any) -> RankEnded:
         import ray

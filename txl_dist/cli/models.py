@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result, running
+from txl_dist.cli.options import (
+    AsJson,
+    Checkpoint,
+    checkpoint_path,
+    path_argument,
+    print_result,
+    running,
+)
 from txl_dist.convert import MAX_POSITIONS, require_source
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import Sampling, TextLimits, read_prompts, stream_text
@@ -208,7 +215,15 @@ def _reach(config: "ModelConfig") -> str:
 
 
 def export(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or a run directory (its newest checkpoint). With `transformers` "
+            "also a directory that txl export or txl import wrote.",
+            parser=checkpoint_path,
+        ),
+    ],
     out: Out,
     format_: Annotated[
         Literal["txl", "transformers", "hf"],
@@ -293,7 +308,7 @@ def export(
 
 
 def _choose_window(
-    stored: "StoredModel", given: int | None, data: str | None, split: str, *, is_run: bool
+    stored: "StoredModel", given: int | None, data: str | None, split: str
 ) -> tuple[int | None, dict[int, float]]:
     """The window, None for all tokens, and nats per token by window if any were scored.
 
@@ -311,7 +326,7 @@ def _choose_window(
     if config.same_length:
         return min(config.mem_lens), {}
     if data is None:
-        return (config.mem_len + tgt_len // 2 if is_run else None), {}
+        return (None if stored.whole_documents else config.mem_len + tgt_len // 2), {}
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.spec import evaluation_spec
 
@@ -344,7 +359,9 @@ def _export_for_transformers(
     stored = find_model(checkpoint)
     require_family(stored.config)  # before anything is scored
     is_run = (stored.path / MANIFEST_NAME).is_file()
-    chosen, nats = _choose_window(stored, window, data, split, is_run=is_run)
+    if scores and not is_run:
+        raise ConfigError(f"--scores is for the model card of a run, not of {checkpoint}")
+    chosen, nats = _choose_window(stored, window, data, split)
     model, tokenizer = stored.load(stored.config)
     text = None
     if is_run and tokenizer is not None:

@@ -25,6 +25,7 @@ from data_pipeline.errors import DataError, printable
 from data_pipeline.system.files import write_file
 from txl_dist.cli.options import AsJson, Overrides, path_argument, print_result, print_table
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.process import num_gpus
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
@@ -231,11 +232,16 @@ class Plan:
             ],
             "eval": [
                 *("eval", self.out / "run", self.out / "data", "--split", row.split, *options),
-                *("--same-length", "--on", self.on, "--workers", self.ranks, "--resume"),
+                *("--same-length", "--on", self.on, "--workers", self.workers, "--resume"),
                 *("--out", self.out / row.split),
             ],
         }
         return {name: [str(word) for word in words] for name, words in commands.items()}
+
+    @property
+    def workers(self) -> int:
+        """Of the evaluation. Processes cannot have a GPU each."""
+        return 1 if self.on == "processes" and num_gpus() else self.ranks
 
     def comparison(
         self, differences: list[str], evaluation: dict[str, Any] | None = None

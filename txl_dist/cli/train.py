@@ -99,7 +99,8 @@ def train(
         from txl_dist.launch.rank_process import train_under_torchrun
 
         options = {"--on": on, "--ranks": ranks, "--max-restarts": max_restarts}
-        train_under_torchrun(spec, {**options, "--dry-run": "" if dry_run else None})
+        options |= {"--dry-run": "" if dry_run else None}
+        train_under_torchrun(spec, options, is_quiet=quiet)
     for corpus in spec.config.data.corpora.values():
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake
     if not (quiet or dry_run):

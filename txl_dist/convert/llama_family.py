@@ -75,7 +75,7 @@ def is_family(options: Mapping[str, Any]) -> bool:
 def family_config(options: Mapping[str, Any], *, origin: str) -> ModelConfig:
     """The architecture of a parsed config.json. Raises ConfigError naming the option."""
     kind = options.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ConfigError(
             f"{origin}: model_type is {kind!r}; of transformers, {', '.join(CLASSES)} and "
             "transfo-xl can be imported"
@@ -87,25 +87,27 @@ def family_config(options: Mapping[str, Any], *, origin: str) -> ModelConfig:
                 "transformers only"
             )
 
-    def number(name: str, default: Any = None) -> Any:
+    def count(name: str, default: int | None = None, *, limit: int = 2**31) -> int:
         value = default if options.get(name) is None else options[name]
-        if type(value) not in (int, float) or not 0 < value < 2**31:
-            raise ConfigError(f"{origin}: {name}={value!r:.40}; expected a number above 0")
+        if type(value) is not int or not 0 < value < limit:
+            raise ConfigError(
+                f"{origin}: {name}={value!r:.40}; expected a number from 1 to {limit - 1:,}"
+            )
         return value
 
-    n_head, d_model = number("num_attention_heads"), number("hidden_size")
-    n_layer = number("num_hidden_layers")
+    n_head, d_model = count("num_attention_heads"), count("hidden_size")
+    n_layer = count("num_hidden_layers", limit=2**16)
     values: dict[str, Any] = {
         "recipe": "modern",
-        "vocab_size": number("vocab_size"),
+        "vocab_size": count("vocab_size"),
         "n_layer": n_layer,
         "d_model": d_model,
         "n_head": n_head,
-        "n_kv_head": number("num_key_value_heads", n_head),
-        "d_head": number("head_dim", d_model // n_head),
-        "d_inner": number("intermediate_size"),
+        "n_kv_head": count("num_key_value_heads", n_head),
+        "d_head": count("head_dim", d_model // n_head),
+        "d_inner": count("intermediate_size"),
         "norm": "rmsnorm",
-        "norm_epsilon": number("rms_norm_eps"),
+        "norm_epsilon": _positive(options, "rms_norm_eps", origin=origin),
         "pre_lnorm": True,
         "final_norm": True,
         "qk_norm": kind == "qwen3",
@@ -116,33 +118,52 @@ def family_config(options: Mapping[str, Any], *, origin: str) -> ModelConfig:
         "tie_weight": bool(options.get("tie_word_embeddings", False)),
         "distance_encoding": "rotary",
         **_rotation(options, origin=origin),
-        **_window(options, n_layer, number("max_position_embeddings"), origin=origin),
+        **_window(options, n_layer, count("max_position_embeddings"), origin=origin),
     }
     return checked_config(values, origin=origin)
 
 
+def _positive(options: Mapping[str, Any], name: str, *, origin: str) -> float:
+    value = options.get(name)
+    if type(value) not in (int, float) or not 0 < value < 2**53:
+        raise ConfigError(f"{origin}: {name}={value!r:.40}; expected a number above 0")
+    return float(value)
+
+
 def _rotation(options: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
     """`rope_parameters` of new files, `rope_theta` and `rope_scaling` of older ones."""
-    rope = dict(options.get("rope_parameters") or options.get("rope_scaling") or {})
-    base = rope.pop("rope_theta", None) or options.get("rope_theta") or 10000.0
+    given = [options[name] for name in ("rope_parameters", "rope_scaling") if options.get(name)]
+    first, *others = (_rotation_of(rope, options, origin=origin) for rope in given or [{}])
+    if others and others != [first]:
+        raise ConfigError(
+            f"{origin}: rope_parameters={given[0]!r:.80} and rope_scaling={given[1]!r:.80}; "
+            "transformers ignores the first. Remove one of them, or make them equal"
+        )
+    return first
+
+
+def _rotation_of(rope: Any, options: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{origin}: the rotation {rope!r:.80} is not supported; expected options")
+    rope = {name: value for name, value in rope.items() if value is not None}
+    theta = {"rope_theta": rope.pop("rope_theta", options.get("rope_theta")) or 10000.0}
+    base = _positive(theta, "rope_theta", origin=origin)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         raise ConfigError(f"{origin}: a rotation of a part of the channels is not supported")
     if kind == "default":
-        return {"rotary_base": float(base)}
-    if kind not in _SCALINGS:
+        return {"rotary_base": base}
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ConfigError(
             f"{origin}: rope_type={kind!r} is not supported; default, linear and llama3 are"
         )
-    names = _SCALINGS[kind]
-    if missing := [name for name in names if name not in rope]:
-        raise ConfigError(f"{origin}: the rotation {kind} has no {missing[0]}")
-    scaling = {
-        own: rope[name] if own == "original_len" else float(rope[name])
-        for name, own in names.items()
+    scaling: dict[str, Any] = {
+        own: _positive(rope, name, origin=origin) for name, own in _SCALINGS[kind].items()
     }
-    return {"rotary_base": float(base), "rotary_scaling": {**scaling, "kind": kind}}
+    if "original_len" in scaling:
+        scaling["original_len"] = int(scaling["original_len"])
+    return {"rotary_base": base, "rotary_scaling": {**scaling, "kind": kind}}
 
 
 def _window(

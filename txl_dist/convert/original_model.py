@@ -217,9 +217,8 @@ def transformers_config(options: Mapping[str, Any], *, origin: str) -> ModelConf
     """Convert a `TransfoXLConfig`. Raises ConfigError naming the option."""
     if (kind := options.get("model_type")) != "transfo-xl":
         raise ConfigError(f"{origin}: model_type is {kind!r}; only 'transfo-xl' can be imported")
-    if (epsilon := options.get("layer_norm_epsilon", 1e-5)) != 1e-5:
-        raise ConfigError(f"{origin}: layer_norm_epsilon={epsilon}; this model uses 1e-05")
     shared = _shared_fields(options, origin=origin)
+    shared["norm_epsilon"] = options.get("layer_norm_epsilon", 1e-5)
     name = "n_token" if "n_token" in options and "vocab_size" not in options else "vocab_size"
     shared["vocab_size"] = _required(options, name, origin=origin)
     # Files written before transformers 3 have the original's name for this option.

@@ -74,10 +74,12 @@ class Reading:
 
     tgt_len: Annotated[int, Field(ge=1)] = 128
     reset: Reset = "stream"
+    whole_documents: bool = False
+    """Whether a token saw its whole document, unless the model has a window, as in transformers."""
 
 
 DEFAULT_READING = Reading()
-FAMILY_READING = Reading(reset="document")  # transformers reads one document at a time
+FAMILY_READING = Reading(reset="document", whole_documents=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +202,8 @@ class StoredModel:
     """None for imported weights, which have no tokenizer."""
     tgt_len: int
     reset: Reset
+    whole_documents: bool = False
+    """These three are its `Reading`."""
     weights: Weights = "last"
     """Which weights of a checkpoint: the average over steps, or those of the last step."""
     load: Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
@@ -250,12 +254,10 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
         raise ConfigError(f"weights={weights!r}: expected one of {', '.join(get_args(Weights))}")
     # A directory with a manifest is a checkpoint, whatever else is in it.
     if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
+        if weights == "averaged":
+            raise CheckpointError(f"{path} has one set of weights; leave the option out")
         if is_family(options := read_json(path / CONFIG_NAME)):
             return _of_transformers(path, options)
-        if weights == "averaged":
-            raise CheckpointError(
-                f"{path} is an exported model with one set of weights; leave the option out"
-            )
         return _exported(path)
     path = resolve_checkpoint(path)
     manifest = load_checkpoint_manifest(path)
@@ -292,6 +294,7 @@ def _of_transformers(path: Path, options: Mapping[str, Any]) -> StoredModel:
         tokenizer=StoredTokenizer(path, tokenizer.digest) if tokenizer else None,
         tgt_len=FAMILY_READING.tgt_len,
         reset=FAMILY_READING.reset,
+        whole_documents=FAMILY_READING.whole_documents,
         load=lambda changed: (read_family(path, changed), tokenizer),
     )
 
@@ -314,5 +317,6 @@ def _exported(path: Path) -> StoredModel:
         tokenizer=StoredTokenizer(tokenizer_path, tokenizer.digest) if tokenizer else None,
         tgt_len=exported.reading.tgt_len,
         reset=exported.reading.reset,
+        whole_documents=exported.reading.whole_documents,
         load=lambda changed: (_weights(path / WEIGHTS_NAME, exported, changed), tokenizer),
     )

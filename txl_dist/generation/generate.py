@@ -316,15 +316,15 @@ def next_tokens(
     Each lane draws from its own generator, so its tokens do not depend on the other lanes. Raises
     TxlError if a lane's largest logit is NaN or Inf.
     """
-    if sampling.temperature == 0:
-        return logits_BV.argmax(dim=-1).tolist()
-    # Subtract the maximum first, so that division by a small temperature cannot overflow.
     largest_B1 = logits_BV.amax(dim=-1, keepdim=True)
     if not largest_B1.isfinite().all():
         raise TxlError(
             "the model's logits are NaN or Inf, so no token can be drawn. Its training has "
             "diverged, or its precision is too low"
         )
+    if sampling.temperature == 0:
+        return logits_BV.argmax(dim=-1).tolist()
+    # Subtract the maximum first, so that division by a small temperature cannot overflow.
     scaled_BV = (logits_BV.double() - largest_B1) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled_BV.shape[-1]:
         # By index, because a comparison with the k-th value would keep more than k tokens if

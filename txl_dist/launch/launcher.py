@@ -91,5 +91,7 @@ def find_launcher(on: str) -> Launcher:
                 f"auto) nor an installed launcher ({', '.join(sorted(launchers))})"
             )
         name, arguments = OF_ADDRESSES, (on,)
+    elif colon and name in OURS:
+        raise ConfigError(f"--on {on}: {name} takes nothing after a colon. Give --on {name}")
     launcher: Launcher = launchers[name].load()(*arguments)
     return launcher

@@ -58,8 +58,11 @@ def main() -> int:
         return 0
 
 
-def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> NoReturn:
-    """Train as the rank that torchrun assigned to this process. Rank 0 prints its log.
+def train_under_torchrun(
+    spec: "TrainSpec", options: Mapping[str, object], *, is_quiet: bool
+) -> NoReturn:
+    """Train as the rank that torchrun assigned to this process. Rank 0 prints its log, unless
+    `is_quiet`.
 
     `options`: option of the command line -> value; None: not given. Raises ConfigError for those
     that torchrun decides: if they were ignored, the run would differ from them.
@@ -81,7 +84,7 @@ def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> No
             f"contradicts {' and '.join(contradictions)}. Leave them out under torchrun, or run "
             "txl train without it"
         )
-    if world.is_rank_zero:
+    if world.is_rank_zero and not is_quiet:
         print(
             f"rank 0 of {world.num_ranks}, started by torchrun "
             f"(run {os.environ['TORCHELASTIC_RUN_ID']})",

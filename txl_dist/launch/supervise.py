@@ -228,8 +228,8 @@ class _Supervisor:
         """Start ranks until they have reached the end of the run. Raises what ends it earlier."""
         is_change, delay_seconds = False, 0.0
         while True:
-            self._start = _StartState()
             num_ranks = self._wait_to_start(delay_seconds)
+            self._start = _StartState()
             self._announce(num_ranks, is_change=is_change)
             failure = self._run_ranks(num_ranks)
             if failure is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from data_pipeline.tokenizers import ByteTokenizer
+from tests.support.commands import run_txl
 from tests.support.small_models import MODERN, random_text, small_model
 from tests.support.tokenizer_families import LIBRARY_OF
 from txl_dist.convert.hub import write_for_transformers
@@ -190,6 +191,23 @@ def test_transformers_loads_what_is_exported_and_it_comes_back(name: str, tmp_pa
         assert (first / file).read_bytes() == (second / file).read_bytes(), file
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_window_of_an_exported_model_is_that_of_its_training(
+    tmp_path: Path, is_whole: bool
+) -> None:
+    """A memory and half a segment; none if it is of a model that read whole documents."""
+    model = small_model(**MODERN["modern"]).float()
+    reading = Reading(tgt_len=8, reset="document", whole_documents=is_whole)
+    write_exported(tmp_path / "ours", model, None, reading)
+    words = ("export", tmp_path / "ours", "--format", "transformers", "--out", tmp_path / "theirs")
+    code, output = run_txl(*words, "--scores", "none.json")
+    assert code == 2
+    assert "--scores is for the model card of a run" in output
+    code, output = run_txl(*words, "--json")
+    assert code == 0, output
+    assert json.loads(output)["window"] == (None if is_whole else model.config.mem_len + 4)
+
+
 def test_an_export_in_bf16_and_in_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,9 +234,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "a rotation of a part of the channels",
     ),
     "rotation": ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
-    "rotation, incomplete": ({"rope_parameters": {"rope_type": "llama3"}}, "llama3 has no factor"),
+    "rotation, incomplete": ({"rope_parameters": {"rope_type": "llama3"}}, "factor=None; expected"),
+    "rotation, two": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "transformers ignores the first",
+    ),
+    "rotation, a list": ({"rope_parameters": [1, 2]}, r"the rotation \[1, 2\] is not supported"),
+    "rotation, a factor": (
+        {"rope_parameters": {"rope_type": "linear", "factor": "two"}},
+        "factor='two'",
+    ),
+    "rotation, its base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x'"),
+    "class, a list": ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+    "half a layer": ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5; expected a number from 1"),
+    "too many layers": ({"num_hidden_layers": 2_000_000_000}, "expected a number from 1 to 65,535"),
     "layers": ({"layer_types": ["chunked_attention"] * 3}, "layer_types="),
-    "no size": ({"hidden_size": None}, "hidden_size=None; expected a number above 0"),
+    "no size": ({"hidden_size": None}, "hidden_size=None; expected a number from 1"),
     "text for a size": ({"num_hidden_layers": "3"}, "num_hidden_layers='3'"),
     "heads": ({"num_key_value_heads": 3}, "n_kv_head=3 must divide n_head=4"),
 }

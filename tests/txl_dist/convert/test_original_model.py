@@ -232,13 +232,17 @@ def test_a_block_that_the_original_does_not_have_is_refused_by_name(options: dic
         {"clamp_len": 1.5},
         {"attn_type": 2},
         {"model_type": "gpt2"},
-        {"layer_norm_epsilon": 0.1},
     ],
     ids=str,
 )
 def test_an_invalid_config(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="|".join([*options, "vocabulary", "no model can have"])):
         read_transformers(hf_copy(tmp_path / "hf", config=options))
+
+
+def test_the_epsilon_of_the_norms_is_that_of_the_file(tmp_path: Path) -> None:
+    model = read_transformers(hf_copy(tmp_path / "hf", config={"layer_norm_epsilon": 0.1}))
+    assert model.config.norm_epsilon == 0.1
 
 
 @pytest.mark.parametrize("name", ["n_layer", "same_length", "untie_r", "tie_projs", "clamp_len"])

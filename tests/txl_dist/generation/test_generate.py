@@ -2,6 +2,7 @@
 that of its prompt alone, tokens have the configured distribution, and texts end at their limits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -161,6 +162,13 @@ def sample(logits_V: Tensor, sampling: Sampling, num_samples: int = 60) -> list[
     generator = torch.Generator().manual_seed(0)
     draws = (next_tokens(logits_V[None], sampling, [generator]) for _ in range(num_samples))
     return [token for (token,) in draws]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_of_a_diverged_model_are_an_error(bad: float, temperature: float) -> None:
+    with pytest.raises(TxlError, match="NaN or Inf"):
+        sample(torch.tensor([0.0, bad, 3.0]), Sampling(temperature=temperature))
 
 
 @given(logits=logits)

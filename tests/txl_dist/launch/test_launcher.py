@@ -34,6 +34,8 @@ def test_an_unknown_name_is_rejected_with_the_installed_ones() -> None:
     for on in ("slurm", "slurm:partition"):  # a colon alone does not make an address
         with pytest.raises(ConfigError, match=rf"--on {on} is neither .*\(processes, ray\)"):
             find_launcher(on)
+    with pytest.raises(ConfigError, match="--on processes:2: processes takes nothing after"):
+        find_launcher("processes:2")
 
 
 def test_ranks_share_the_cores_that_this_process_may_use(

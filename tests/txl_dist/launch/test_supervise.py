@@ -201,6 +201,22 @@ def test_killed_ranks_that_never_end_are_given_up(
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]
 
 
+def test_a_rank_that_was_given_up_may_end_before_the_next_start(
+    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is none of the next ranks."""
+    monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "GIVE_UP_SECONDS", 0.1)
+
+    def die(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        yield [RankEnded(1, None)]
+        yield from group.until(lambda: any("restart 1 of" in line for line in group.lines))
+        yield [RankEnded(0, None)]
+
+    assert group.run(die, group.finish, max_restarts=1) == [2, 2]
+
+
 def test_the_loss_of_a_node_does_not_count_even_if_it_is_known_later(group: ScriptedGroup) -> None:
     def lose(num_ranks: int) -> Script:
         yield from group.die(num_ranks)

@@ -273,7 +273,7 @@ def _summarize_input(
         done_bytes += units[number].size
         progress("reading", done_bytes, total_bytes)
     with Path(os.devnull).open("wb") as nowhere:
-        index = InputIndex(files, units, (scans[n] for n in range(len(units))), nowhere)
+        index = InputIndex(files, units, (scans.pop(n) for n in range(len(units))), nowhere)
     if settings.dedup == "exact":
         first_of_each_text(index)
     return index.summary()

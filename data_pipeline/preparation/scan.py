@@ -226,8 +226,8 @@ class InputIndex:
         """
         file_of_range = np.array([each.number for each in unit.ranges], np.uint32)
         lines_before = file_lines[file_of_range]
-        # np.add.at, because one file may have several ranges in the unit.
-        np.add.at(file_lines, file_of_range, scan.range_lines.astype(np.uint64))
+        # A file has one range in a unit.
+        file_lines[file_of_range] += scan.range_lines.astype(np.uint64)
         records = scan.records
         file, shift = file_of_range[records["range_index"]], lines_before[records["range_index"]]
         lines = records["line"] + np.where(records["line"] > 0, shift, 0).astype(np.uint64)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import DataError, printable
+from data_pipeline.errors import DataError, UnfinishedError, printable
 from data_pipeline.preparation.documents import RECORDS, Documents, read_groups, texts_path
 from data_pipeline.preparation.output import (
     FINGERPRINT,
@@ -125,7 +125,7 @@ def _require_shared_staging(staging: Path, fingerprint: str) -> None:
     with suppress(OSError):
         if path.read_text("utf-8") == fingerprint:
             return
-    raise DataError(
+    raise UnfinishedError(  # it may see it the next time: finished work stays
         f"a worker on {os.uname().nodename} does not see {path} as the main process does. On a "
         "cluster --out and the input must be on a path that all machines share; or run on this "
         "machine alone, with --on processes."

@@ -33,6 +33,7 @@ Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 import io
 import math
 import struct
+import tokenize
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
@@ -44,6 +45,7 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.readers.source import (
     CHUNK_BYTES,
+    MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     DocumentBuilder,
@@ -52,6 +54,7 @@ from data_pipeline.readers.source import (
     Reject,
     Source,
     read_exactly,
+    too_long,
 )
 from data_pipeline.system.sources import open_source
 
@@ -207,6 +210,11 @@ def _read_rows(source: Source, dtype: np.dtype, places: range) -> Iterator[Recor
         source.stream.seek(places.start + first * places.step)
     for place in places[first:stop]:
         source.lines += 1
+        if places.step > MAX_RECORD_BYTES:
+            for _ in chunks_of(source.stream, places.step, dtype):  # to the next row
+                pass
+            yield source.reject(source.lines, place, too_long().reason)
+            continue
         row = np.concatenate(list(chunks_of(source.stream, places.step, dtype)))
         text_of = partial(_text_of_row, rules=source.id_rules)
         yield source.record(text_of, row, line=source.lines, byte=place)
@@ -261,7 +269,9 @@ def _read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
             raise ValueError(f"version {version}")
         # A Python literal, which numpy parses without evaluating it.
         shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+    except (
+        ValueError, TypeError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError
+    ) as error:  # fmt: skip
         reason = printable(str(error).split("\n")[0])[:160]
         raise BrokenStreamError(
             f"not an .npy array: {reason}. If it has only ids, as numpy.memmap and OLMo write "

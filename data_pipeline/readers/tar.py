@@ -87,7 +87,7 @@ def members_of_tar(stream: BinaryIO, stored_bytes: int) -> Iterator[Member]:
             yield _member(header, blocks)
     except BrokenStreamError:
         raise
-    except (tarfile.TarError, ValueError, OverflowError) as error:
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         is_first = blocks.tell() <= tarfile.BLOCKSIZE
         kind = "not a tar archive" if is_first else "damaged header"
         raise blocks.broken(f"{kind} ({error})") from None

@@ -7,7 +7,8 @@ WebDataset (`tar.py`) instead if the names of its first MAX_EXAMINED files show 
 
 An archive is refused as a whole if it has a path outside of it, a link, an encrypted or nested
 member or a member that occurs twice, or if it expands implausibly: skipping a member would lose
-text silently. `zipfile` checks the CRC of every member and refuses members that overlap.
+text silently. `zipfile` checks the CRC of every member, and since Python 3.11.8 refuses members
+that overlap; before, the limit of the size holds for them, too.
 
 Sources: PKWARE, "APPNOTE.TXT", sections 4.3 and 4.4; for tar, `tar.py`.
 """

@@ -90,7 +90,7 @@ class InputSummary(StrictModel):
     rejected: Count
     """Records that could not be read: listed in rejects.jsonl."""
     duplicates: Count
-    """Documents skipped because an earlier one has the same text."""
+    """Documents skipped because another one has the same text."""
 
 
 class ShardEntry(StrictModel):
@@ -199,7 +199,8 @@ class PrepareSettings(TokenizerSettings):
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the document-level shuffle; null keeps the order of the input."""
     dedup: Literal["none", "exact"] = "none"
-    """exact: of the documents with the same text, keep the first in input order."""
+    """exact: of the documents with the same text, keep the first in input order; if the input has
+    its own splits, remove from train what a held-out split has, too, and nothing from those."""
     shard_bytes: int = Field(default=64 * 2**20, ge=1)
     """Maximum UTF-8 bytes of text per shard. A larger document gets its own shard."""
     block_bytes: int = Field(default=512 * 2**10, ge=512, le=8 * 2**20)

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from data_pipeline.errors import ConfigError, DataError, UnfinishedError
+from data_pipeline.errors import ConfigError, DataError, UnfinishedError, UnreadableError
 
 if TYPE_CHECKING:
     from data_pipeline.system.remote_path import DatasetPath
@@ -232,10 +232,10 @@ class StagedDirectory:
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
     staging folder stays for the next process if `keep_staging` is true and the block was
-    interrupted: by any exception except ConfigError and DataError, or by UnfinishedError. With
-    `keeps_unused`, that of an earlier process also stays if `stage` was not called.
-    `keep_staging` is true on entry if there is a staging folder already; set it after staging
-    files that can be reused.
+    interrupted: by any exception except ConfigError and DataError, or by UnfinishedError or
+    UnreadableError. With `keeps_unused`, that of an earlier process also stays if `stage` was not
+    called. `keep_staging` is true on entry if there is a staging folder already; set it after
+    staging files that can be reused.
     """
 
     def __init__(self, directory: Path, *, last: str, keeps_unused: bool = False) -> None:
@@ -251,7 +251,8 @@ class StagedDirectory:
             contextlib.ExitStack() as lock,
         ):
             try:
-                self._created = not self.directory.exists()
+                places = (self.directory, *self.directory.parents)
+                self._created = [place for place in places if not place.exists()]
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 if error.errno in DISK_FULL:
@@ -269,7 +270,7 @@ class StagedDirectory:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        interrupted = isinstance(error, UnfinishedError) or not isinstance(
+        interrupted = isinstance(error, UnfinishedError | UnreadableError) or not isinstance(
             error, ConfigError | DataError | None
         )
         # An OSError of a full or failing disk must not replace the exception being raised.
@@ -300,7 +301,8 @@ class StagedDirectory:
             raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
         moves = {name: _stamp(self.path / name) for name in sorted(names) if name != self.last}
         write_synced(self.path / _MOVES, json.dumps(moves).encode())
-        fsync_directory(self.path)
+        for folder in (self.path, *(created.parent for created in self._created)):
+            fsync_directory(folder)
         # Of an earlier set, which this one replaces: it must not appear next to new files.
         (self.directory / self.last).unlink(missing_ok=True)
         fsync_directory(self.directory)

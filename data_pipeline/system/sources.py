@@ -220,8 +220,7 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
             raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_XZ_BYTES)
         )
     # A long line of equal characters is legitimate, and gzip cannot expand more than 1,032 times.
-    has_limit = compression in ("bz2", "xz")
-    plain = DecompressedStream(file, name, raw.tell if has_limit else None)
+    plain = DecompressedStream(file, name, None if compression == "gz" else raw.tell)
     with io.BufferedReader(plain, _BUFFER_BYTES) as stream:
         yield stream
 
@@ -243,10 +242,11 @@ class _JoinedStreams:
         while True:
             new = b""
             if self._decoder.eof:
-                new = self._decoder.unused_data or self._raw.read(_BUFFER_BYTES)
-                new = new.lstrip(b"\0")  # xz streams may be padded with zeros
-                if not new and not self._raw.peek(1):  # type: ignore[attr-defined]
-                    return b""
+                new = self._decoder.unused_data
+                # xz streams may be padded with zeros.
+                while not (new := new.lstrip(b"\0")):
+                    if not (new := self._raw.read(_BUFFER_BYTES)):
+                        return b""
                 self._decoder = self._start()
             elif self._decoder.needs_input and not (new := self._raw.read(_BUFFER_BYTES)):
                 raise EOFError

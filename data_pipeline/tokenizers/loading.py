@@ -87,6 +87,8 @@ def directory_tokenizer(directory: Path) -> Tokenizer | None:
     if not is_library_json(content):
         return tokenizer_of(content, source=str(path))
     config = read_description(config_path)
+    if not isinstance(config, dict):
+        raise DataError(f"{config_path} must hold a JSON object. Download the model again.")
     end, size = config.get("eos_token_id"), config.get("vocab_size")
     end = end[0] if isinstance(end, list) and end else end
     if type(end) is not int or type(size) is not int:
@@ -107,7 +109,7 @@ def read_description(path: DatasetPath) -> Any:
             advice = "Check the disk or network and run this again."
             raise UnreadableError(f"{problem} {advice}") from error
         raise DataError(
-            f"{problem} A complete dataset has one; create it again: txl prepare INPUT --out DIR."
+            f"{problem} A dataset and a downloaded model have one; create or download it again."
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(

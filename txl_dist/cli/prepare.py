@@ -144,7 +144,11 @@ def prepare(
         ),
     ] = 0.001,
     dedup: Annotated[
-        str, typer.Option(help="none, or exact: keep the first of documents with the same text.")
+        str,
+        typer.Option(
+            help="none, or exact: keep the first of documents with the same text, and remove from "
+            "train what held-out splits of the input have."
+        ),
     ] = "none",
     shard_size: Annotated[
         int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")

@@ -274,7 +274,7 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
     else:
         text = tokenizer.decode(first)
         counts -= count_text(text)
-        num_bytes -= len(text.encode())
+        num_bytes -= len(tokenizer.decode_bytes(first))  # a part of a character is no text
     return ScoredText(
         counts,
         document_ends=document_ends,

@@ -202,6 +202,9 @@ BAD_ARCHIVES = {
         archive(*GOOD, member("L", b"x" * (2**20 + 1), type=tarfile.GNUTYPE_LONGNAME)),
         "an extended header declares 1,049,088 bytes",
     ),
+    "headers of headers": (
+        archive(*GOOD, *[member("L", b"x", type=tarfile.GNUTYPE_LONGNAME)] * 1500), "damaged header"
+    ),
     "bad pax": (archive(*GOOD, pax(b"99 path=x\n"), member("c.txt")), "damaged extended header"),
     "short pax": (archive(*GOOD, pax(b"8 path=xyz\n"), member("c.txt")), "damaged extended"),
     "pax size": (archive(*GOOD, pax(b"11 size=-1\n"), member("c.txt")), "size -1: unsupported"),

@@ -259,6 +259,7 @@ NPY = {
     "more": (FLAT + b"x", "there are bytes after the end of the array"),
     "half a header": (FLAT[:60], "not an .npy array"),
     "hostile header": (FLAT[:10] + b"__import__('os')".ljust(118), "not an .npy array"),
+    "flipped header": (FLAT.replace(b"(6,)", b"(6,,"), "not an .npy array"),
     "hostile length": (b"\x93NUMPY\x02\x00" + b"\xff" * 4, "not an .npy array"),
     "hostile shape": (FLAT.replace(b"(6,)", b"(9**9,)"), "not an .npy array"),
     "row end inside": (npy(np.array([[1, 0, 2]])), "end-of-document id 0 at position 1"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError, UnfinishedError
+from data_pipeline.errors import ConfigError, DataError, UnfinishedError, UnreadableError
 from data_pipeline.system import files
 from data_pipeline.system.files import (
     PAGE_BYTES,
@@ -317,8 +317,8 @@ def test_the_lock_of_a_directory_that_was_removed_meanwhile_does_not_count(
 @pytest.mark.parametrize(
     "error",
     [
-        UnfinishedError(), KeyboardInterrupt(), MemoryError(), RuntimeError(), DataError(),
-        ConfigError(),
+        UnfinishedError(), UnreadableError(), KeyboardInterrupt(), MemoryError(), RuntimeError(),
+        DataError(), ConfigError(),
     ],
 )  # fmt: skip
 def test_staged_work_outlives_all_that_says_nothing_against_it_but_no_bad_input(

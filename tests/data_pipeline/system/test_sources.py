@@ -238,6 +238,22 @@ def test_a_frame_of_zstd_that_claims_100_gigabytes_takes_no_memory(
     assert peak < 4 * 2**20
 
 
+@pytest.mark.parametrize("suffix", ["bz2", "xz", "zst"])
+def test_a_bomb_is_refused_without_being_expanded(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.system.sources.MIN_BYTES", 2**20)
+    (tmp_path / f"in.{suffix}").write_bytes(COMPRESS[suffix](b"x" * 2**24))
+    (reject,) = read(one_file(tmp_path / f"in.{suffix}"))
+    assert "refused as a decompression bomb" in str(reject)
+
+
+def test_a_padding_of_xz_may_be_longer_than_a_read(tmp_path: Path) -> None:
+    packed = lzma.compress(b"one\n") + bytes(2**19) + lzma.compress(b"two\n") + bytes(2**19)
+    (tmp_path / "in.xz").write_bytes(packed)
+    assert [record.text for record in read(one_file(tmp_path / "in.xz", "lines"))] == ["one", "two"]
+
+
 WEB_LINES = [f"line {number}" for number in range(50)]
 
 WEB_JSONL = jsonl(*WEB_LINES)

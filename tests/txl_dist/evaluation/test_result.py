@@ -65,6 +65,13 @@ def test_bytes_of_a_word_model_are_those_of_the_text(tmp_path: Path) -> None:
     assert scores["bits_per_byte"] == pytest.approx(scores["bits_per_character"])
 
 
+def test_half_a_character_that_is_not_scored_is_as_many_bytes_as_its_token(tmp_path: Path) -> None:
+    """A text without a token that begins it: its first byte has no prediction."""
+    data = prepared(tmp_path / "data", "\u65e5\u672c" * 9, recipe="enwik8", format="text")
+    source = open_split(data, "train")
+    assert scored_text(source).num_bytes == source.num_tokens - 1
+
+
 def test_a_number_outside_the_range_of_a_float_has_no_value() -> None:
     text = ScoredText(TextCounts(words=1, line_ends=0, characters=37))
     assert content_of(text, nats=800.0, num_tokens=2)["word_perplexity"] is None

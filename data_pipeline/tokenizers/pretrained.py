@@ -244,7 +244,8 @@ def _convert(
 
 
 def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The JSON of the library with which other programs give the same ids; None for words and ids.
+    """The JSON of the library with which other programs give the same ids; None for characters,
+    words and ids.
 
     The special tokens of a tokenizer that was read from such a file are in it again.
     """

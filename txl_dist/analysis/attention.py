@@ -1,8 +1,8 @@
 """Attention by distance: the weights of every head, summed by the distance from query to key.
 
 The text is read in the same chunks as in evaluation. Only queries with a scored target count, each
-once. For comparison, `even` has the shares if the weights of all visible keys were equal: short
-documents make the shares of the memory small for any model.
+once. For comparison, `even` has the shares if the weights of all visible keys were equal, in the
+layers with the longest memory: short documents make the shares of the memory small for any model.
 
 `txl attention --out DIR` writes attention.json next to the plots, and `--json` prints the same
 object. Its keys, where L is the number of layers, H of heads, and D = mem_len + tgt_len:
@@ -102,7 +102,8 @@ class Mass:
 class AttentionByDistance:
     heads: Mass
     even: Mass
-    """The shares for equal weights on all visible keys, as one layer and one head."""
+    """The shares for equal weights on all visible keys, as one layer and one head: that of a layer
+    with the longest memory."""
     num_queries: int
     tgt_len: int
     """Keys at this distance or more are in memory. Nearer keys may be in memory or segment."""

@@ -17,6 +17,8 @@ from typing import Any
 
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
+from data_pipeline.tokenizers.loading import OWN_NAME
+from data_pipeline.tokenizers.pretrained import library_json
 from txl_dist.checkpoint.directory import CheckpointDirectory, run_of
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.redaction import redact_field
@@ -46,12 +48,15 @@ _WITH_TRANSFORMERS = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
-ids = tokenizer(tokenizer.bos_token + {prompt}, return_tensors="pt")
+ids = tokenizer({begin}{prompt}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=100)[0]))
 ```
 
-Documents began with `tokenizer.bos_token` in training. The window of its attention, if config.json
+{documents} The window of its attention, if config.json
 has one, is the memory of its training. With txl-dist this directory is a model like any other."""
+_WITHOUT_TOKENIZER = f"""`AutoModelForCausalLM.from_pretrained(".")` of transformers loads the
+model. transformers has no tokenizer of its kind: token ids are those of `{OWN_NAME}`, which
+txl-dist reads. With txl-dist this directory is a model like any other."""
 _HOW_TO_RUN = """`{file}` has the model, its memory, the tokenizer and generation in one
 file of Python. It needs `pip install torch`{library}, and no other package. Nothing here is a
 pickle, and nothing needs `trust_remote_code`: you import the file yourself, and can read it first.
@@ -103,11 +108,13 @@ def card(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_text = not isinstance(tokenizer, IdTokenizer)
     description = tokenizer.description.model_dump()
-    how_to_run = (_WITH_TRANSFORMERS if export else _HOW_TO_RUN).format(
-        file=FILE_NAME,
-        library=" and `pip install tokenizers`" if "tokenizer" in description else "",
-        prompt=json.dumps("Once upon a time" if is_text else "60 62 64"),
-    )
+    prompt = json.dumps("Once upon a time" if is_text else "60 62 64")
+    if export:
+        how_to_run = _with_transformers(tokenizer, prompt)
+    else:
+        library = " and `pip install tokenizers`" if "tokenizer" in description else ""
+        how_to_run = _HOW_TO_RUN.format(file=FILE_NAME, library=library, prompt=prompt)
+    has_memory = manifest.architecture.has_memory
     limits = _LIMITS if export else f"{_LIMITS} {_STANDALONE_LIMITS}"
     model_rows = {
         "parameters": f"{num_parameters:,}",
@@ -123,11 +130,16 @@ def card(
             results,
             library="transformers" if export else "pytorch",
             is_text=is_text,
+            has_memory=has_memory,
         ),
         f"# {name}",
         f"A language model with {num_parameters:,} parameters, trained with txl-dist for "
-        f"{manifest.step:,} steps on {state.tokens:,} tokens{start}. In training it carried a "
-        "memory from segment to segment of a text.",
+        f"{manifest.step:,} steps on {state.tokens:,} tokens{start}. In training it "
+        + (
+            "carried a memory from segment to segment of a text."
+            if has_memory
+            else "read every segment of a text by itself."
+        ),
         f"## How to run it\n\n{how_to_run}",
         f"## Model\n\n{_table(('', ''), model_rows.items())}",
         f"## Data\n\n{_data(manifest, state)}",
@@ -139,14 +151,30 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
+def _with_transformers(tokenizer: Tokenizer, prompt: str) -> str:
+    if library_json(tokenizer) is None:
+        return _WITHOUT_TOKENIZER
+    begin, documents = "", "No token began a document in training."
+    if tokenizer.opens_documents:
+        begin = "tokenizer.bos_token + "
+        documents = "Documents began with `tokenizer.bos_token` in training."
+    return _WITH_TRANSFORMERS.format(begin=begin, prompt=prompt, documents=documents)
+
+
 def _front_matter(
-    name: str, results: Sequence[EvaluationResult], *, library: str, is_text: bool
+    name: str,
+    results: Sequence[EvaluationResult],
+    *,
+    library: str,
+    is_text: bool,
+    has_memory: bool,
 ) -> str:
     # JSON is YAML: strings from names of runs and datasets need no other escaping.
     content: dict[str, Any] = {"library_name": library}
     if is_text:
         content["pipeline_tag"] = "text-generation"
-    content["tags"] = ["transformer-xl", "recurrent-memory", "txl-dist"]
+    of_memory = ["recurrent-memory"] if has_memory else []
+    content["tags"] = ["transformer-xl", *of_memory, "txl-dist"]
     entries = [
         {
             "task": {"type": "text-generation"},

@@ -43,6 +43,7 @@ object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -99,7 +100,7 @@ def relative_effective_context_length(
     if not np.isfinite(losses_MCN).all():
         raise ValueError("losses must be finite")
     gains = relative_gains(losses_MCN, r=r)
-    limits = max_contexts or [contexts[-1]] * len(losses_MCN)
+    limits = max_contexts or [sys.maxsize] * len(losses_MCN)
     return [
         _effective_context(gains_of_model, contexts, threshold, limit)
         for gains_of_model, limit in zip(gains, limits, strict=True)
@@ -131,7 +132,7 @@ def _effective_context(
     last_above = int(np.flatnonzero(reaches)[-1]) if reaches.any() else -1
     return EffectiveContext(
         recl=min(contexts[first_below], limit),
-        is_lower_bound=bool(reaches.all()) and limit >= contexts[-1],
+        is_lower_bound=bool(reaches.all()) and limit > contexts[-1],
         last_gain_ends=min(contexts[last_above + 1], limit),
         gains=tuple(gains.tolist()),
     )

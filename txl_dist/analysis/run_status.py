@@ -143,7 +143,10 @@ def _status(run: Path, *, is_alive: bool) -> RunStatus:
     state = _state({event.kind for event in events}, is_alive=is_alive)
     # Step lines may be many steps apart, and a stop writes none.
     steps = [int(values["step"])] if "step" in values else []
-    steps += [event.step for event in of_kind(events, "save", *ENDS) if event.step is not None]
+    rollbacks = [number for number, event in enumerate(events) if event.kind == "rollback"]
+    kept = events[rollbacks[-1] :] if rollbacks else events
+    kept = of_kind(kept, "rollback", "save", *ENDS)
+    steps += [event.step for event in kept if event.step is not None]
     checkpoints = CheckpointDirectory(run)
     newest = checkpoints.newest_step()
     # An error because another rank was lost is the answer only if no rank has another one.

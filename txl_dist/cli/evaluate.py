@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
+    context: typer.Context,
     checkpoints: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -171,6 +172,7 @@ def evaluate(
     """
     on = on or ("processes" if workers == 1 else "ray")
     if watch is not None:
+        _require_no_more_than(context, "watch", "split", "workers", "on")
         _watch(checkpoint_path(str(watch)), split, on, workers)
         return
     if not checkpoints or data is None:
@@ -291,6 +293,18 @@ def _score(
             write_evaluation(staged, content)
             note(f"wrote {out}/{RESULT_NAME}")
     return results, content
+
+
+def _require_no_more_than(context: typer.Context, *names: str) -> None:
+    """Raise ConfigError for what the command line gives besides these, which --watch ignores."""
+    given = [
+        each.opts[0] if each.param_type_name == "option" else str(each.metavar)
+        for each in context.command.params
+        if each.name and each.name not in names
+        if getattr(context.get_parameter_source(each.name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(f"--watch scores a run by its config.yaml; leave out {', '.join(given)}")
 
 
 def _watch(run: Path, split: str, on: str, workers: int) -> None:

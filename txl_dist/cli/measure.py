@@ -245,7 +245,7 @@ def _print_attention(spec: "EvaluationSpec", result: "AttentionByDistance") -> N
         print(f"  {layer:5}  {memory_H.mean():9.1%}  {head_range:>29}  {mean:13,.1f}  {reach:10,}")
     mean, reach = even.mean_distance[0, 0], even.reach(0.9)[0]
     print(f"  {'even':5}  {even.memory_LH[0, 0]:9.1%}  {'':29}  {mean:13,.1f}  {reach:10,}")
-    print("  even: for comparison, equal weights on all keys that a query may see")
+    print("  even: for comparison, equal weights on all keys that a query may see (longest memory)")
 
 
 # --- txl bench ------------------------------------------------------------------------------------

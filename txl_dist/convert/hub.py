@@ -150,7 +150,7 @@ def _pretty(content: object) -> str:
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Any]:
-    """None for words and ids, which the library cannot split in the same way."""
+    """None for characters, words and ids, which the library cannot split in the same way."""
     if (library := library_json(tokenizer)) is None:
         return {}
     end = tokenizer.end_of_document

@@ -102,9 +102,12 @@ def with_data(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def flops_per_token(config: RunConfig) -> float:
-    """FLOPs of forward and backward, with a full memory."""
-    rows, tgt_len = config.data.rows, config.data.tgt_len
+def flops_per_token(config: RunConfig, *, rows: int | None = None) -> float:
+    """FLOPs of forward and backward, with a full memory, of a micro-batch of `rows`; None: of all.
+
+    The distances of a micro-batch are projected once for all its rows.
+    """
+    rows, tgt_len = rows or config.data.rows, config.data.tgt_len
     flops = training_flops(
         config.model,
         num_lanes=rows,
@@ -161,15 +164,15 @@ def estimate_run(
     }
     # Recomputing is a second forward, a third of forward and backward.
     recompute = 4 / 3 if config.training.activation_checkpointing else 1.0
-    flops = flops_per_token(config)
-    seconds = rows * micro_batches * data.tgt_len * flops * recompute
+    computed = rows * micro_batches * data.tgt_len * flops_per_token(config, rows=rows)
+    seconds = computed * recompute
     seconds /= peak_tflops * 1e12 * utilisation
     return RunEstimate(
         device=device,
         peak_tflops=peak_tflops,
         utilisation=utilisation,
         num_parameters=model.num_parameters,
-        flops_per_token=flops,
+        flops_per_token=flops_per_token(config),
         zero_stage=config.deepspeed.zero_stage,
         gpus=gpus,
         lanes_per_step=data.rows,

@@ -53,7 +53,7 @@ class StepResult:
     sums: LossSums
     gradient_norm: float
     memory_valid: float
-    """Share of the memory of all lanes that the segment's first tokens may read."""
+    """Share of the memory of this step's lanes that the segment's first tokens may read."""
     raised: frozenset[str]
     """Flags that are true on at least one rank."""
     event: str | None = None

@@ -101,6 +101,9 @@ def test_a_model_has_at_most_the_length_that_it_can_use() -> None:
     losses = np.stack([falling_losses(uses=128, contexts=contexts, targets=5)])
     (length,) = relative_effective_context_length(losses, contexts, r=1.0, max_contexts=[128])
     assert (length.recl, length.last_gain_ends, length.is_lower_bound) == (128, 128, False)
+    losses = np.stack([falling_losses(uses=900, contexts=contexts, targets=5)])
+    (length,) = relative_effective_context_length(losses, contexts, r=1.0, max_contexts=[300])
+    assert (length.recl, length.is_lower_bound) == (300, False), "more context changes nothing"
 
 
 def test_a_gap_in_the_gains_ends_recl_and_not_the_last_gain() -> None:

@@ -96,6 +96,14 @@ def test_a_run_of_an_older_version_has_the_step_of_its_metrics(run: Path) -> Non
         assert read_status([run])[0].state == "running"
 
 
+def test_a_run_that_has_gone_back_has_the_step_of_its_last_line_since(run: Path) -> None:
+    """It has saved step 35, and returned to step 25."""
+    back = event("rollback", "returned to step 25", step=25, reached_step=36)
+    write_events(run, *UP, STEP, event("save", "saved", step=35), back)
+    (status,) = read_status([run])
+    assert status.step == 30
+
+
 def test_a_run_whose_ranks_start_for_the_first_time_is_starting(run: Path) -> None:
     write_events(run, event("ranks_started", "2 ranks start"), attempt=0)
     with held(run):

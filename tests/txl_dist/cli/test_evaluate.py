@@ -43,6 +43,12 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
     assert {**result, "save_id": save_id} in kept, "for txl report and MLflow"
 
 
+def test_a_watch_refuses_what_it_would_not_use(run: Path) -> None:
+    code, output = run_txl("eval", "--watch", run, "--json", "--precision", "bf16", run)
+    assert code == 2
+    assert "leave out DATA, --precision, --json" in output
+
+
 def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Path) -> None:
     options = ("--mem-len", 0, "--tgt-len", 64)  # long segments are fast
     code, output = run_txl("eval", run, dataset, "--split", "train,valid", *options)

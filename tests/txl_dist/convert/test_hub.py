@@ -14,12 +14,14 @@ from huggingface_hub import ModelCard
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from data_pipeline.shards.manifest import PrepareSettings
-from data_pipeline.tokenizers import train_tokenizer
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.commands import run_txl
 from tests.support.prepared import prepared
 from tests.support.run_directories import evaluation, start, write_events
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
+from txl_dist.analysis.model_card import card
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.convert.hub import write_for_hub
 from txl_dist.convert.stored_model import Reading, find_model
 from txl_dist.errors import CheckpointError
@@ -126,6 +128,35 @@ def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path)
         assert unknown not in card
     (run / "events.jsonl").unlink()
     assert "device of a rank" not in export(run, tmp_path / "again")
+
+
+CHARACTERS = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["a word"]))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "texts"),
+    [
+        (ByteTokenizer(), ['tokenizer(tokenizer.bos_token + "Once', "Documents began with"]),
+        (ByteTokenizer(opens_documents=False), ['tokenizer("Once', "No token began a document"]),
+        (CHARACTERS, ["token ids are those of `txl_tokenizer.json`"]),
+    ],
+    ids=["bytes", "no begin", "characters"],
+)
+def test_a_card_for_transformers_has_a_program_that_runs(
+    run: Path, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    checkpoint = saving.CheckpointDirectory(run).at(2)
+    manifest = load_checkpoint_manifest(checkpoint)
+    text = card(checkpoint, manifest, saving.model(2), tokenizer, export="fp32, window 5")
+    for expected in texts:
+        assert expected in text
+    assert ("AutoTokenizer" in text) == (len(texts) == 2)
+    assert "carried a memory" in text
+    model = {**manifest.model, "mem_len": 0}
+    bare = manifest.model_copy(update={"model": model})
+    text = card(checkpoint, bare, saving.model(2), tokenizer, export="fp32, window none")
+    assert "read every segment of a text by itself" in text
+    assert "recurrent-memory" not in text
 
 
 def test_scores_are_in_the_card_with_their_protocol_and_as_hubs_read_them(

@@ -56,7 +56,14 @@ cases = st.builds(
             "same_length": st.booleans(),
         }
     )
-    | st.sampled_from([{"mem_len": 0}, *({"memory": kind} for kind in KINDS)]),
+    | st.sampled_from(
+        [
+            {"mem_len": 0},
+            {"mem_len": 5, "mem_shares": (0.0, 1.0)},
+            {"mem_len": 6, "mem_shares": (0.5, 1.0), "same_length": True},
+            *({"memory": kind} for kind in KINDS),
+        ]
+    ),
     reset=st.sampled_from(["document", "stream"]),
     batch_chunks=st.integers(1, 5),
     target_num_chunks=st.integers(1, 50),

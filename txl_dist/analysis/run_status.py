@@ -1,25 +1,17 @@
 """`txl status`: what runs are doing, from the files of their directories. Reads only.
 
-    .launch-ID.launcher, lock    locked: a launcher or rank 0 lives on this host, or the storage
-                                 has locks for all hosts
-    .heartbeats/rank-N.json      changes every few seconds as long as a rank lives, on any host
-    events.jsonl                 how the last start ended (txl_dist/events.py)
-    metrics.jsonl                the newest step line
-
-Clocks of hosts are not compared (decision 20): where no lock is seen, heartbeats are read again
-until one has changed, at most SILENT_SECONDS.
+locks, .heartbeats/      whether it lives (`live_runs`)
+events.jsonl             how the last start ended (txl_dist/events.py)
+metrics.jsonl            the newest step line
 """
 
 import math
-import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.errors import clock, counted
-from data_pipeline.system.files import is_locked
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 from txl_dist.events import (
@@ -32,13 +24,11 @@ from txl_dist.events import (
     of_kind,
     read_events,
 )
-from txl_dist.runtime.waiting import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
+from txl_dist.runtime.waiting import Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState
-
-SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
-POLL_SECONDS = 0.5
+from txl_dist.training.spec import live_runs
 
 State = Literal["running", "starting", "ended", "stopped", "failed", "lost"]
 """`starting`: no step since the newest start. `ended`: all steps are done. `stopped`: on request.
@@ -98,35 +88,8 @@ def read_status(runs: Sequence[Path]) -> list[RunStatus]:
                 f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
                 "has run, or nothing for those below runs/"
             )
-    # A launcher or a rank holds a lock, as far as locks are seen from here.
-    locks = {run: (*run.glob(".launch-*.launcher"), run / "lock") for run in runs}
-    alive = {run for run in runs if any(is_locked(path) for path in locks[run])}
-    alive |= _runs_with_a_heartbeat([run for run in runs if run not in alive])
+    alive = live_runs(runs)
     return [_status(run, is_alive=run in alive) for run in runs]
-
-
-# --- is it alive? ---------------------------------------------------------------------------------
-
-
-def _runs_with_a_heartbeat(runs: Sequence[Path]) -> set[Path]:
-    """The runs of which a heartbeat changes within SILENT_SECONDS."""
-    here = socket.gethostname()
-    first = {run: read_heartbeats(run) for run in runs}
-    # Processes of this host are looked up, so that dead ones are not waited for.
-    waiting = {
-        run
-        for run, beats in first.items()
-        if any(beat.host != here or Path(f"/proc/{beat.pid}").exists() for beat in beats.values())
-    }
-    alive: set[Path] = set()
-    deadline = time.monotonic() + SILENT_SECONDS
-    while alive != waiting and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        for run in waiting - alive:
-            beats = read_heartbeats(run)
-            if any(beat != first[run].get(rank) for rank, beat in beats.items()):
-                alive.add(run)
-    return alive
 
 
 # --- what it does ---------------------------------------------------------------------------------

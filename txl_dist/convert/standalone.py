@@ -405,7 +405,8 @@ def generate_ids(
         logits, after = model(torch.tensor([pending + padding], device=device), memory)
         logits_V = logits[0, len(pending) - 1].cpu()
         # What is written at the end of a segment needs the whole segment: read it again till then.
-        if has_memory and (len(pending) == size or not model.num_added):
+        reads_again = model.num_added > 0 or 0 in model.mem_lens
+        if has_memory and (len(pending) == size or not reads_again):
             memory, pending = after, []
         pending.append(draw(logits_V, temperature, generator))
         yield pending[-1]

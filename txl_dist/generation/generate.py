@@ -199,7 +199,9 @@ class BatchDecoder:
         token_lists = [_checked_ids(prompt, model.config.num_ids) for prompt in prompts]
         self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
         self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0
-        self._reads_segments_again = not model.config.memory_facts.keys_are_tokens
+        # A layer without memory sees the segment only.
+        has_short = self._has_memory and 0 in model.config.mem_lens
+        self._reads_segments_again = not model.config.memory_facts.keys_are_tokens or has_short
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._pending = [
             tokens if self._has_memory else tokens[-tgt_len:] for tokens in token_lists
@@ -208,7 +210,7 @@ class BatchDecoder:
         self._num_read = [0] * len(prompts)
         self._reader = SequenceReader(
             model,
-            state=model.inference_state(len(prompts)),
+            state=(model.empty_memory if has_short else model.inference_state)(len(prompts)),
             tgt_len=tgt_len,
             precision=precision,
         )

@@ -171,8 +171,12 @@ class Trainer:
         result = self.step.update(
             computed,
             lr=lr_at(number, self.config.optimizer, num_steps=self.config.num_steps),
-            check=lambda sums, norm: divergence.find_event(
-                self.config.divergence, step=number, sums=sums, gradient_norm=norm
+            check=lambda sums, norm, memory_valid: divergence.find_event(
+                self.config.divergence,
+                step=number,
+                sums=sums,
+                gradient_norm=norm,
+                memory_valid=memory_valid,
             ),
         )
         self.step.world.activity.end_step()
@@ -260,7 +264,10 @@ def after_step(
                 memory_valid=result.memory_valid,
             ),
             "divergence": state.divergence.with_accepted(
-                config.divergence, sums=result.sums, gradient_norm=result.gradient_norm
+                config.divergence,
+                sums=result.sums,
+                gradient_norm=result.gradient_norm,
+                memory_valid=result.memory_valid,
             ),
         }
     else:

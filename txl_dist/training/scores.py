@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from data_pipeline.system.files import is_locked, write_file
+from data_pipeline.system.files import write_file
 from data_pipeline.system.strict import StrictModel, first_problem
 from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -37,7 +37,7 @@ from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.evaluation.scores import FOLDER, LossSums
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
-from txl_dist.training.spec import RunDirectory
+from txl_dist.training.spec import RunDirectory, live_runs
 
 POLL_SECONDS = 0.5
 """Between two looks of `watch` at the files of the run."""
@@ -220,6 +220,15 @@ class ScoreTable:
             log.warning("%s cannot be written (%s)", path, error.strerror)
         return self._take(score)
 
+    def best_step_up_to(self, step: int) -> int | None:
+        """That of the scores up to `step`, also of files that are new and stay new: `refresh`
+        announces them.
+        """
+        table = ScoreTable(self._checkpoints, self._is_due)
+        scores = {**self._by_step, **table._by_step}
+        table._by_step = {n: score for n, score in scores.items() if n <= step}
+        return table.best_step
+
     def rewind(self, step: int) -> None:
         """Remove the scores after `step`, to which the run returns, and those without a number,
         which are tried again.
@@ -283,8 +292,8 @@ def watch(
 ) -> int:
     """Score the checkpoints of a run until it has ended and none waits; returns how many.
 
-    In the order of their steps, in which metrics have to be logged. The run is alive while a
-    process holds its lock. `split`: what is scored if the config of the run names none. A
+    In the order of their steps, in which metrics have to be logged. The run has not ended while
+    its launcher restarts ranks. `split`: what is scored if the config of the run names none. A
     checkpoint that cannot be scored is noted with the reason, and tried again by the next start of
     the run. Raises ConfigError if `run` cannot be watched.
     """
@@ -304,7 +313,7 @@ def watch(
     num_scored, checkpoints = 0, directory.checkpoints
     table = ScoreTable(checkpoints, due_in(config))
     while True:
-        is_over = not is_locked(run / "lock")  # before the list: the last save is in it
+        is_over = not live_runs([run])  # before the list: the last save is in it
         table.refresh()
         table.mark_best()
         if waiting := table.waiting():

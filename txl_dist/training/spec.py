@@ -7,8 +7,9 @@ only the newest attempt may change checkpoints (`txl_dist/checkpoint/attempts.py
 import logging
 import os
 import socket
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data_pipeline.system.files import wait_for_lock
+from data_pipeline.system.files import is_locked, wait_for_lock
 from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
     FOLDER,
@@ -31,12 +32,15 @@ from txl_dist.config.data_config import PathText
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.events import EVENTS, EventLog
+from txl_dist.runtime.waiting import BEAT_SECONDS, SILENT_BEATS, read_heartbeats
 
 if TYPE_CHECKING:
     from txl_dist.runtime.world import World
 
 log = logging.getLogger(__name__)
 
+SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
+POLL_SECONDS = 0.5
 SECONDS_TO_END = 5.0
 """Time for the ranks of a killed launcher to end and release the lock."""
 PROBE_BYTES = 64 * 1024
@@ -192,6 +196,33 @@ class LaunchFiles:
             finally:
                 for path in (self.stop, self.saved, self._launcher):
                     path.unlink(missing_ok=True)
+
+
+def live_runs(runs: Sequence[Path]) -> set[Path]:
+    """Those that a launcher or a rank works on, also while ranks are restarted.
+
+    They hold locks, as far as locks are seen from here. Otherwise a heartbeat changes, on any host:
+    that takes up to SILENT_SECONDS. Clocks of hosts are not compared (decision 20).
+    """
+    locks = {run: (*run.glob(".launch-*.launcher"), run / "lock") for run in runs}
+    alive = {run for run in runs if any(is_locked(path) for path in locks[run])}
+    # Processes of this host are looked up, so that dead ones are not waited for.
+    here = socket.gethostname()
+    first = {run: read_heartbeats(run) for run in runs if run not in alive}
+    waiting = {
+        run
+        for run, beats in first.items()
+        if any(beat.host != here or Path(f"/proc/{beat.pid}").exists() for beat in beats.values())
+    }
+    deadline = time.monotonic() + SILENT_SECONDS
+    while waiting and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        for run in [*waiting]:
+            beats = read_heartbeats(run)
+            if any(beat != first[run].get(rank) for rank, beat in beats.items()):
+                waiting.remove(run)
+                alive.add(run)
+    return alive
 
 
 def begin_attempt(

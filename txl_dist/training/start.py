@@ -248,7 +248,9 @@ def in_phase_of(start: Start, state: TrainState) -> TrainState:
         position=state.position,
         context_tokens=context_segments(start.config) * start.config.data.tgt_len,
     )
-    return state.model_copy(update={"phases": phases})
+    is_new = bool(state.phases) and phases != state.phases
+    divergence = state.divergence.without_windows() if is_new else state.divergence
+    return state.model_copy(update={"phases": phases, "divergence": divergence})
 
 
 def context_segments(config: RunConfig) -> int:

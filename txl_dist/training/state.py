@@ -37,6 +37,8 @@ class DivergenceState(StrictModel):
     """Nats per token of the last accepted steps; empty unless `loss_spike` is set."""
     gradient_norms: tuple[float, ...] = ()
     """Gradient norms of the last accepted steps; empty unless `gradient_spike` is set."""
+    memory_valid: tuple[float, ...] = ()
+    """Shares of the memory that these steps could read (`StepResult.memory_valid`)."""
     event_steps: tuple[Count, ...] = ()
     """Steps of the latest events, in the order in which they happened."""
     skip_steps: tuple[Count, ...] = ()
@@ -44,13 +46,22 @@ class DivergenceState(StrictModel):
     num_rollbacks: Count = 0
 
     def find_event(
-        self, config: DivergenceConfig, *, step: int, sums: LossSums, gradient_norm: float
+        self,
+        config: DivergenceConfig,
+        *,
+        step: int,
+        sums: LossSums,
+        gradient_norm: float,
+        memory_valid: float,
     ) -> str | None:
         """Why step number `step` has diverged; None if it may update the weights."""
         if not math.isfinite(sums.nats):
             return f"the loss of step {step} is {sums.nats}"
         if not math.isfinite(gradient_norm):
             return f"the global gradient norm of step {step} is {gradient_norm}"
+        # After a gap, and where lanes begin, there is no memory, so the loss is higher.
+        if self.memory_valid and memory_valid < float(np.median(self.memory_valid)) / 2:
+            return None
         # A segment of one token has no target.
         loss = sums.nats_per_token if sums.num_tokens else -math.inf
         for name, value, window, setting in (
@@ -67,14 +78,24 @@ class DivergenceState(StrictModel):
         return None
 
     def with_accepted(
-        self, config: DivergenceConfig, *, sums: LossSums, gradient_norm: float
+        self, config: DivergenceConfig, *, sums: LossSums, gradient_norm: float, memory_valid: float
     ) -> Self:
-        changes, size = {}, config.window_steps
-        if config.loss_spike is not None and sums.num_tokens:
-            changes["losses"] = (*self.losses, sums.nats_per_token)[-size:]
-        if config.gradient_spike is not None:
-            changes["gradient_norms"] = (*self.gradient_norms, gradient_norm)[-size:]
-        return self.model_copy(update=changes)
+        """The state after an accepted step. A window is empty while its threshold is not set: its
+        values would be old when it is.
+        """
+        is_on = config.loss_spike is not None, config.gradient_spike is not None
+        losses = (*self.losses, sums.nats_per_token) if sums.num_tokens else self.losses
+        windows = {
+            "losses": losses if is_on[0] else (),
+            "gradient_norms": (*self.gradient_norms, gradient_norm) if is_on[1] else (),
+            "memory_valid": (*self.memory_valid, memory_valid) if any(is_on) else (),
+        }
+        size = config.window_steps
+        return self.model_copy(update={name: kept[-size:] for name, kept in windows.items()})
+
+    def without_windows(self) -> Self:
+        """For other text, whose losses cannot be compared."""
+        return self.model_copy(update={"losses": (), "gradient_norms": (), "memory_valid": ()})
 
     def with_event(self, *, step: int) -> Self:
         """The state after an event; those before the last EVENT_STEPS are dropped."""

@@ -64,8 +64,9 @@ class StepResult:
     """Loss sums of each lane of this rank, of a step that has diverged; else empty."""
 
 
-DivergenceCheck = Callable[[LossSums, float], str | None]
-"""From the loss sums and the gradient norm over all ranks: why the step has diverged, or None."""
+DivergenceCheck = Callable[[LossSums, float, float], str | None]
+"""From loss sums, gradient norm and `memory_valid`, over all ranks: why the step has diverged, or
+None."""
 
 
 class _MicroBatch(NamedTuple):
@@ -153,13 +154,14 @@ class TrainStep:
             *values, gradient_norm = torch.cat([agreed, norm_1]).tolist()
             nats, num_tokens, num_bytes, visible, size, *counts_of_flags = values
             sums = LossSums(nats, int(num_tokens), int(num_bytes))
-            event = check(sums, gradient_norm)
+            memory_valid = visible / size if size else 0.0
+            event = check(sums, gradient_norm, memory_valid)
             is_update = event is None
             results.append(
                 StepResult(
                     sums,
                     gradient_norm=gradient_norm,
-                    memory_valid=visible / size if size else 0.0,
+                    memory_valid=memory_valid,
                     raised=_raised(flags, counts_of_flags),
                     event=event,
                     is_update=is_update,

@@ -15,12 +15,12 @@ import pytest
 from data_pipeline.system.files import try_lock
 from tests.support.commands import run_txl
 from tests.support.run_directories import event, start, write_events
-from txl_dist.analysis import run_status
 from txl_dist.analysis.run_status import find_runs, read_status, status_lines
 from txl_dist.errors import ConfigError
 from txl_dist.events import EVENTS
 from txl_dist.runtime.waiting import Heartbeat, write_heartbeat
 from txl_dist.tracking.tracker import STATE, TrackingState
+from txl_dist.training import spec
 
 UP = (event("ranks_started"), start(0, num_steps=40), event("first_batch", "first batch"))
 STEP = event("first_line", "first step line", step=10)
@@ -147,7 +147,7 @@ def test_a_run_of_another_host_lives_if_a_heartbeat_changes(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No lock of another host is seen, and no clock is compared."""
-    monkeypatch.setattr(run_status, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(spec, "POLL_SECONDS", 0.01)
     write_events(run, *UP, STEP)
     write_heartbeat(run, beat(1, host="elsewhere"))
     timer = threading.Timer(0.1, write_heartbeat, [run, beat(2, host="elsewhere")])
@@ -155,7 +155,7 @@ def test_a_run_of_another_host_lives_if_a_heartbeat_changes(
     (status,) = read_status([run])
     timer.join()
     assert status.state == "running"
-    monkeypatch.setattr(run_status, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(spec, "SILENT_SECONDS", 0.05)
     assert read_status([run])[0].state == "lost"
 
 
@@ -165,10 +165,10 @@ def test_a_dead_process_of_this_host_is_not_waited_for(
     write_events(run, *UP, STEP)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    monkeypatch.setattr(run_status.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(spec.socket, "gethostname", lambda: "here")
     dead = beat(1, host="here").model_copy(update={"pid": ended.pid})
     write_heartbeat(run, dead)
-    monkeypatch.setattr(run_status, "SILENT_SECONDS", 600)
+    monkeypatch.setattr(spec, "SILENT_SECONDS", 600)
     assert read_status([run])[0].state == "lost"
 
 

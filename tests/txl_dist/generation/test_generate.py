@@ -132,10 +132,22 @@ def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
     assert_close(torch.stack(seen), torch.stack(logits[2:]))
 
 
-@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens", "compressive"])
-def test_a_memory_written_by_segments_gets_those_of_training(kind: str, seen: list[Tensor]) -> None:
-    """Drawn tokens have the logits that they have when the text is read in whole segments."""
-    model, (prompt,) = small_model(memory=kind), prompts_of([6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "tokens"},
+        {"memory": "recurrent+tokens"},
+        {"memory": "compressive"},
+        {"mem_shares": (0, 1)},
+    ],
+    ids=str,
+)
+def test_a_memory_written_by_segments_gets_those_of_training(
+    options: dict[str, Any], seen: list[Tensor]
+) -> None:
+    """Drawn tokens have the logits that they have when the text is read in whole segments; also if
+    layers have no memory, which see their segment only."""
+    model, (prompt,) = small_model(**options), prompts_of([6])
     (new_tokens,) = drawn(decoder_of(model, [prompt], [0]), 15)
     text_BN, memory, logits = torch.tensor([prompt + new_tokens]), model.empty_memory(1), []
     for here in (slice(start, start + TGT_LEN) for start in range(0, 20, TGT_LEN)):

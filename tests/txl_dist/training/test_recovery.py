@@ -332,6 +332,13 @@ def scores(run: Path) -> dict[int, float]:
     return {line["step"]: line["valid/loss"] for line in metrics(run) if "valid/loss" in line}
 
 
+def test_a_change_of_lanes_begins_a_new_window(tiny: TinyRuns) -> None:
+    settings = (*SETTINGS, "divergence.loss_spike=10", "divergence.window_steps=10")
+    for spec in specs_with_change(tiny, tiny.path, *settings, change=("data.num_lanes=3",)):
+        ended(tiny, spec, num_ranks=1)
+    assert len(final_state(tiny.path, 12).divergence.losses) == 6
+
+
 IN_TURNS = (
     "data.num_lanes=6", "data.lanes_per_step=2", "training.checkpoint_interval_steps=1",
     "training.keep_checkpoints=9",

@@ -1,6 +1,8 @@
 """`txl eval --watch`: the scores and BEST of an evaluation on the ranks."""
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, watch
-from txl_dist.training.spec import RunDirectory, TrainSpec
+from txl_dist.training.spec import LaunchFiles, RunDirectory, TrainSpec
 
 SETTINGS = (
     "evaluation.max_tokens=700",
@@ -106,7 +108,14 @@ def test_a_finished_run_that_was_not_scored_is_scored_by_hand(
         watch(tiny.path, InProcess(), split="test", num_threads=1, note=print)
     assert watch(tiny.path, InProcess(), num_threads=1, note=print) == len(STEPS)
     assert_same_scores(tiny.path, straight(*SETTINGS, *options, num_ranks=1))
-    assert watch(tiny.path, InProcess(), num_threads=1, note=print) == 0
+    again = partial(watch, tiny.path, InProcess(), num_threads=1, note=print)
+    with LaunchFiles(tiny.path, "0123").held():  # a launcher that starts ranks again
+        watching = threading.Thread(target=again)
+        watching.start()
+        watching.join(1.0)
+        assert watching.is_alive(), "more checkpoints may come"
+    watching.join(60)
+    assert not watching.is_alive()
     assert len(scores(tiny.path)) == len(STEPS)
 
 
@@ -210,6 +219,7 @@ def test_scores_that_arrive_just_before_a_rollback(tmp_path: Path) -> None:
     for step in (5, 10):
         other.add(score_of(step))
     table.rewind(8)
+    assert table.best_step_up_to(8) == 5, "a rollback keeps BEST"
     CheckpointDirectory(tmp_path).rewind(8)
     assert [score.step for score, _ in table.refresh()] == [5]
     other.refresh()

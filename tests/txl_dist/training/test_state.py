@@ -68,9 +68,10 @@ def judged(config: DivergenceConfig, losses: list[float], norms: list[float]) ->
     state, verdicts = DivergenceState(), []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         sums = LossSums(nats=4 * loss, num_tokens=4)
-        verdicts.append(state.find_event(config, step=step, sums=sums, gradient_norm=norm))
+        values = {"sums": sums, "gradient_norm": norm, "memory_valid": 0.0}
+        verdicts.append(state.find_event(config, step=step, **values))
         if verdicts[-1] is None:
-            state = state.with_accepted(config, sums=sums, gradient_norm=norm)
+            state = state.with_accepted(config, **values)
     return verdicts
 
 
@@ -97,7 +98,41 @@ def test_without_thresholds_no_finite_value_is_an_event_and_nothing_is_kept() ->
     config, state = DivergenceConfig(), DivergenceState()
     assert judged(config, [1.0, 1e30, 1.0], [1.0, 1.0, 1e30]) == [None] * 3
     sums = LossSums(nats=3.0, num_tokens=1)
-    assert state.with_accepted(config, sums=sums, gradient_norm=1.0) == state
+    assert accepted(state, config, sums) == state
+
+
+def accepted(
+    state: DivergenceState, config: DivergenceConfig, sums: LossSums, memory_valid: float = 0.0
+) -> DivergenceState:
+    return state.with_accepted(config, sums=sums, gradient_norm=1.0, memory_valid=memory_valid)
+
+
+def test_a_window_is_empty_while_its_threshold_is_not_set() -> None:
+    """When it is set again, old values would be no measure."""
+    state, sums = DivergenceState(), LossSums(nats=3.0, num_tokens=1)
+    for thresholds in ({"loss_spike": 4}, {"gradient_spike": 4}):
+        state = accepted(state, DivergenceConfig(**thresholds), sums)
+    assert (state.losses, state.gradient_norms, state.memory_valid) == ((), (1.0,), (0.0, 0.0))
+    assert accepted(state, DivergenceConfig(), sums) == DivergenceState()
+
+
+def test_a_step_that_reads_little_of_the_usual_memory_is_no_spike() -> None:
+    """After a discarded step its loss is higher: discarding it, too, would never end."""
+    config, state = DivergenceConfig(loss_spike=4, window_steps=5), DivergenceState()
+    for _ in range(5):
+        state = accepted(state, config, LossSums(nats=1.0, num_tokens=1), memory_valid=0.8)
+    cold, half = (
+        state.find_event(
+            config,
+            step=6,
+            sums=LossSums(nats=1.2, num_tokens=1),
+            gradient_norm=1.0,
+            memory_valid=share,
+        )
+        for share in (0.39, 0.4)
+    )
+    assert cold is None
+    assert "a spike above" in str(half)
 
 
 def test_a_spike_is_above_median_and_robust_deviations_of_the_window() -> None:
@@ -130,16 +165,16 @@ def test_the_window_follows_a_slow_change() -> None:
     assert spikes(values, window_steps=5) == []
     state, config = DivergenceState(), DivergenceConfig(loss_spike=4, window_steps=5)
     for value in values:
-        sums = LossSums(nats=value, num_tokens=1)
-        state = state.with_accepted(config, sums=sums, gradient_norm=1.0)
+        state = accepted(state, config, LossSums(nats=value, num_tokens=1))
     assert state.losses == tuple(values[-5:])
 
 
 def test_a_step_without_targets_has_no_loss_to_judge() -> None:
     config = DivergenceConfig(loss_spike=4, window_steps=5)
     state = DivergenceState(losses=(1.0,) * 5)
-    assert state.find_event(config, step=6, sums=LossSums(), gradient_norm=0.0) is None
-    assert state.with_accepted(config, sums=LossSums(), gradient_norm=0.0) == state
+    values = {"sums": LossSums(), "gradient_norm": 0.0, "memory_valid": 0.0}
+    assert state.find_event(config, step=6, **values) is None
+    assert state.with_accepted(config, **values).losses == state.losses
 
 
 def test_events_outside_of_the_interval_do_not_count() -> None:

@@ -92,7 +92,7 @@ def compute(
 ) -> StepResult:
     computed = trainer.step.compute(batch, step=step, contiguous_from=contiguous_from)
     event = None if is_accepted else "rejected"
-    result = trainer.step.update(computed, lr=lr, check=lambda sums, norm: event)
+    result = trainer.step.update(computed, lr=lr, check=lambda *_: event)
     assert result.event == event
     return result
 

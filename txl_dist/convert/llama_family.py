@@ -124,7 +124,7 @@ def family_config(options: Mapping[str, Any], *, origin: str) -> ModelConfig:
 
 
 def _positive(options: Mapping[str, Any], name: str, *, origin: str) -> float:
-    value = options.get(name)
+    value: Any = options.get(name)
     if type(value) not in (int, float) or not 0 < value < 2**53:
         raise ConfigError(f"{origin}: {name}={value!r:.40}; expected a number above 0")
     return float(value)

@@ -54,7 +54,6 @@ from data_pipeline.readers.source import (
     Reject,
     Source,
     read_exactly,
-    too_long,
 )
 from data_pipeline.system.sources import open_source
 
@@ -213,7 +212,12 @@ def _read_rows(source: Source, dtype: np.dtype, places: range) -> Iterator[Recor
         if places.step > MAX_RECORD_BYTES:
             for _ in chunks_of(source.stream, places.step, dtype):  # to the next row
                 pass
-            yield source.reject(source.lines, place, too_long().reason)
+            yield source.reject(
+                source.lines,
+                place,
+                f"a row of {places.step:,} bytes is one document, held in RAM, and longer than the "
+                f"limit of {MAX_RECORD_BYTES:,}. Save the ids in one dimension, or as .bin",
+            )
             continue
         row = np.concatenate(list(chunks_of(source.stream, places.step, dtype)))
         text_of = partial(_text_of_row, rules=source.id_rules)

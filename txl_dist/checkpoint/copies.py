@@ -134,12 +134,20 @@ class CheckpointCopies:
     def download(self, name: str, directory: CheckpointDirectory) -> Path:
         """Copy a checkpoint, the best one up to its step, and RUN_FILES to the run's directory.
 
-        Returns the path of the first. Files are verified before it gets its final name. Raises
-        CheckpointError for a damaged copy; a damaged copy of the best one is logged.
+        Returns the path of the first. Files are verified before it gets its final name. RUN_FILES
+        stay as they are here if the run has come further than the copy. Raises CheckpointError for
+        a damaged copy; a damaged copy of the best one is logged.
         """
+        newest = directory.newest_step()
         with self._staged(name, directory) as manifest:
             # Before the newer checkpoint is there: with it, the next start downloads nothing.
             for file in RUN_FILES:
+                if (
+                    newest is not None
+                    and manifest.step <= newest
+                    and (directory.run / file).exists()
+                ):
+                    continue
                 with suppress(FileNotFoundError):  # tracking may be off
                     content = (self.url / file).read_bytes()
                     if file == TRACKING_STATE:

@@ -213,8 +213,8 @@ class DivergenceConfig(Section):
     A loss or gradient norm that is NaN or infinite always counts. A spike counts if its threshold
     is set: a value above median + threshold * deviation of the last `window_steps` accepted steps.
     The deviation is 1.4826 * the median absolute deviation, which for normally distributed values
-    is the standard deviation, and at least 1 % of the median. No spike is a step that can read less
-    than half of the usual share of the memory: after a step that was discarded, and where lanes or
+    is the standard deviation, and at least 1 % of the median. A step that can read less than half
+    of the usual share of the memory is never a spike: after a discarded step, and where lanes or
     epochs begin. A change of data or lanes begins a new window. All ranks agree before the update.
     """
 

@@ -180,6 +180,8 @@ def _window(
     types = options.get("layer_types")
     if types is None:
         first = 0 if kind == "mistral" else options.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise ConfigError(f"{origin}: max_window_layers={first!r:.40}; expected a number")
         types = [_SLIDING if window and layer >= first else _FULL for layer in range(n_layer)]
     unknown = not isinstance(types, list) or [x for x in types if x not in (_SLIDING, _FULL)]
     if unknown or len(types) != n_layer or (_SLIDING in types and type(window) is not int):

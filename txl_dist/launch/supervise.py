@@ -228,6 +228,7 @@ class _Supervisor:
         """Start ranks until they have reached the end of the run. Raises what ends it earlier."""
         is_change, delay_seconds = False, 0.0
         while True:
+            self._start.places = None  # no rank is up
             num_ranks = self._wait_to_start(delay_seconds)
             self._start = _StartState()
             self._announce(num_ranks, is_change=is_change)

@@ -312,11 +312,18 @@ def watch(
         )
     num_scored, checkpoints = 0, directory.checkpoints
     table = ScoreTable(checkpoints, due_in(config))
-    while True:
-        is_over = not live_runs([run])  # before the list: the last save is in it
+
+    def next_steps() -> list[int]:
         table.refresh()
         table.mark_best()
-        if waiting := table.waiting():
+        return table.waiting()
+
+    while True:
+        waiting, is_over = next_steps(), False
+        if not waiting:
+            is_over = not live_runs([run])
+            waiting = next_steps()  # the last save is in it
+        if waiting:
             path = checkpoints.at(waiting[0])
             score = _score(path, waiting[0], data.evaluation, config, workers, num_threads)
             if score is not None:

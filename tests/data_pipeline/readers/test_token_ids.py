@@ -112,6 +112,17 @@ def test_the_rows_of_an_array_of_two_dimensions_are_documents(tmp_path: Path) ->
         assert texts(read(file, unit_bytes=unit_bytes)) == ["5 6", "7 8", "9", ""]
 
 
+def test_a_row_that_ram_may_not_hold_is_rejected_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.readers.ids.MAX_RECORD_BYTES", 11)
+    np.save(tmp_path / "in.npy", np.array([[5, 6, 7], [8, 9, 1]], ">i4"))
+    for record in read(one_file(tmp_path / "in.npy", "ids", RULES)):
+        assert "a row of 12 bytes is one document" in str(record)
+    monkeypatch.setattr("data_pipeline.readers.ids.MAX_RECORD_BYTES", 12)
+    assert len(read(one_file(tmp_path / "in.npy", "ids", RULES))) == 2
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "npy", "parquet", "bin"])
 def test_padding_is_dropped_like_the_end_of_document(tmp_path: Path, suffix: str) -> None:
     path, padding = tmp_path / f"in.{suffix}", 9

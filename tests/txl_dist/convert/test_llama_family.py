@@ -249,6 +249,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a layer": ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5; expected a number from 1"),
     "too many layers": ({"num_hidden_layers": 2_000_000_000}, "expected a number from 1 to 65,535"),
     "layers": ({"layer_types": ["chunked_attention"] * 3}, "layer_types="),
+    "windows": (
+        {"use_sliding_window": True, "layer_types": None, "max_window_layers": "a"},
+        "max_window_layers='a'; expected a number",
+    ),
     "no size": ({"hidden_size": None}, "hidden_size=None; expected a number from 1"),
     "text for a size": ({"num_hidden_layers": "3"}, "num_hidden_layers='3'"),
     "heads": ({"num_key_value_heads": 3}, "n_kv_head=3 must divide n_head=4"),

@@ -26,7 +26,7 @@ from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.events import WallTime, read_events
+from txl_dist.events import EVENTS, EventLog, WallTime, read_events
 from txl_dist.runtime.world import World
 from txl_dist.training import saving
 from txl_dist.training.loop import Trainer
@@ -56,7 +56,9 @@ def test_a_run_continues_from_its_copies_with_the_losses_of_an_undisturbed_one(
     ends = tiny.ranks(num_ranks).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3] * num_ranks
     assert remote_steps(bucket) == [5, 10]
+    EventLog(tiny.path / "run" / EVENTS, lambda: 1).write("restart", "after the last upload")
     spoil(tiny.path / "run")
+    is_damaged = (tiny.path / "run").exists()
 
     assert tiny.ranks(num_ranks).run(in_cloud, aws, train, spec) == [0] * num_ranks
     assert "resuming at step 10" in (tiny.path / "run/logs/rank-0.log").read_text()
@@ -71,6 +73,8 @@ def test_a_run_continues_from_its_copies_with_the_losses_of_an_undisturbed_one(
     assert latest.startswith("checkpoints/step-00000020.")
     copied = bucket.cat("bucket/runs/one/metrics.jsonl").decode().splitlines()
     assert [json.loads(line)["step"] for line in copied] == list(range(1, 21))
+    events = (tiny.path / "run" / EVENTS).read_text()
+    assert ("after the last upload" in events) == is_damaged, "files that are newer here stay"
 
 
 def continue_elsewhere(trainer: Trainer, step: int, command: list[str]) -> None:

@@ -219,8 +219,10 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
         file = _JoinedStreams(
             raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_XZ_BYTES)
         )
-    # A long line of equal characters is legitimate, and gzip cannot expand more than 1,032 times.
-    plain = DecompressedStream(file, name, None if compression == "gz" else raw.tell)
+    # A line of a gigabyte of equal characters is legitimate in the formats of corpora, gz and zst.
+    # gzip cannot expand more than 1,032 times; zstd can, but needs no more RAM for it.
+    has_limit = compression in ("bz2", "xz")
+    plain = DecompressedStream(file, name, raw.tell if has_limit else None)
     with io.BufferedReader(plain, _BUFFER_BYTES) as stream:
         yield stream
 

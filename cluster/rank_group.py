@@ -124,7 +124,7 @@ class RankActor:
         os.chdir(settings["working_directory"])  # the config may have relative paths
         self._settings, self._own, self._num_peers = settings, own, len(peers)
 
-        import txl_dist.training.rank  # noqa: F401  # takes seconds, on all ranks at once
+        import txl_dist.training.rank  # noqa: F401  # a slow import: no rank waits for another
 
         return free_port(own.address)
 

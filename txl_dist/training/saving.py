@@ -156,7 +156,7 @@ class RunSaver:
             assert self._scores is not None
             with self._checkpoints.explained():
                 self._scores.rewind(state.step)
-                best_step = self._scores.best_step_up_to(state.step)
+                best_step = self._scores.best_step_with_new_files
                 self._checkpoints.rewind(state.step, changes, best_step=best_step)
 
         self._step.world.run_on_rank_zero(rewrite)

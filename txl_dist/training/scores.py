@@ -220,13 +220,11 @@ class ScoreTable:
             log.warning("%s cannot be written (%s)", path, error.strerror)
         return self._take(score)
 
-    def best_step_up_to(self, step: int) -> int | None:
-        """That of the scores up to `step`, also of files that are new and stay new: `refresh`
-        announces them.
-        """
+    @property
+    def best_step_with_new_files(self) -> int | None:
+        """`best_step`, with files that are new and stay new: `refresh` announces them."""
         table = ScoreTable(self._checkpoints, self._is_due)
-        scores = {**self._by_step, **table._by_step}
-        table._by_step = {n: score for n, score in scores.items() if n <= step}
+        table._by_step = {**self._by_step, **table._by_step}
         return table.best_step
 
     def rewind(self, step: int) -> None:

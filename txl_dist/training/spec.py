@@ -1,4 +1,4 @@
-"""What a run is given, and where it is stored: TrainSpec, RunDirectory, LaunchFiles; without torch.
+"""What a run is given, where it is stored, and whether it lives; without torch.
 
 On one host a lock allows one process. Between hosts, each attempt is recorded with a number, and
 only the newest attempt may change checkpoints (`txl_dist/checkpoint/attempts.py`).
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
-POLL_SECONDS = 0.5
+"""A run whose heartbeats do not change for so long has no living rank."""
+POLL_SECONDS = 0.5  # between two looks at heartbeats
 SECONDS_TO_END = 5.0
 """Time for the ranks of a killed launcher to end and release the lock."""
 PROBE_BYTES = 64 * 1024

@@ -112,13 +112,14 @@ def test_the_rows_of_an_array_of_two_dimensions_are_documents(tmp_path: Path) ->
         assert texts(read(file, unit_bytes=unit_bytes)) == ["5 6", "7 8", "9", ""]
 
 
-def test_a_row_that_ram_may_not_hold_is_rejected_and_the_next_is_read(
+def test_a_row_that_ram_may_not_hold_is_rejected_and_the_next_one_begins_where_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_pipeline.readers.ids.MAX_RECORD_BYTES", 11)
     np.save(tmp_path / "in.npy", np.array([[5, 6, 7], [8, 9, 1]], ">i4"))
-    for record in read(one_file(tmp_path / "in.npy", "ids", RULES)):
-        assert "a row of 12 bytes is one document" in str(record)
+    first, second = read(one_file(tmp_path / "in.npy", "ids", RULES))
+    assert "a row of 12 bytes is one document" in str(first)
+    assert (first.line, second.line, second.byte - first.byte) == (1, 2, 12)
     monkeypatch.setattr("data_pipeline.readers.ids.MAX_RECORD_BYTES", 12)
     assert len(read(one_file(tmp_path / "in.npy", "ids", RULES))) == 2
 

@@ -186,32 +186,20 @@ def test_ranks_that_do_not_follow_a_failed_one_are_killed(
     assert any("rank 1 (node 10.0.0.2, pid 101) was killed by SIGKILL; " in x for x in group.lines)
 
 
-def test_killed_ranks_that_never_end_are_given_up(
-    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends_late", [False, True])
+def test_killed_ranks_that_do_not_end_are_given_up(
+    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch, ends_late: bool
 ) -> None:
-    """On a node that does not respond."""
+    """On a node that does not respond. An end before the next start is none of its ranks."""
     monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
     monkeypatch.setattr(module, "GIVE_UP_SECONDS", 0.1)
 
     def die(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, None)]
-        yield from group.until(lambda: False)
-
-    assert group.run(die, group.finish, max_restarts=1) == [2, 2]
-
-
-def test_a_rank_that_was_given_up_may_end_before_the_next_start(
-    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its end is none of the next ranks."""
-    monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
-    monkeypatch.setattr(module, "GIVE_UP_SECONDS", 0.1)
-
-    def die(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        yield [RankEnded(1, None)]
-        yield from group.until(lambda: any("restart 1 of" in line for line in group.lines))
+        yield from group.until(
+            lambda: ends_late and any("restart 1 of" in line for line in group.lines)
+        )
         yield [RankEnded(0, None)]
 
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]

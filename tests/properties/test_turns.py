@@ -19,6 +19,7 @@ from tests.support.training_runs import (
     metrics,
     refusal,
     train,
+    train_some,
 )
 from txl_dist.errors import CheckpointError, ConfigError
 
@@ -91,6 +92,17 @@ def test_lanes_change_only_where_all_are_at_one_position(tiny: TinyRuns) -> None
         assert tiny.ranks(2).run(train, spec) == codes
     assert "1 of them are a segment ahead of the others" in refusal(tiny.path / "7")
     assert sorted(losses(tiny.path / "6")) == list(range(7, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+def test_a_round_goes_on_with_other_ranks(tiny: TinyRuns, before: int, after: int) -> None:
+    """The checkpoint is that of step 7, where three of nine lanes are a segment ahead."""
+    settings = (*DROPOUT, *TURNS, NO_EVALUATION, "training.checkpoint_interval_steps=7")
+    straight = tiny.trained("straight", *settings, num_ranks=1)
+    tiny.ranks(before).run(train_some, tiny.spec("run", *settings), num_steps=8)
+    run = tiny.trained("run", *settings, num_ranks=after)
+    assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
 def test_more_ranks_than_lanes_of_a_step_are_refused(tiny: TinyRuns) -> None:

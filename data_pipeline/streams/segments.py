@@ -24,7 +24,7 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import Any, Literal
 
@@ -83,6 +83,8 @@ class Batch(Segment):
     turn: int
     next_turn: int
     """That of the next batch; 0 if it begins at `next_position`, else it begins at `position`."""
+    breaks_off: bool = field(default=False, kw_only=True)
+    """Whether the text of all lanes breaks off before the last token, as where an epoch ends."""
 
 
 def in_turns(
@@ -109,6 +111,7 @@ def in_turns(
                     num_targets=plan.targets_in_step(segment.position, number),
                     turn=number,
                     next_turn=(number + 1) % plan.num_turns,
+                    breaks_off=bool(plan.slice_ends(segment.position, segment.next_position - 1)),
                 )
             first_turn = 0
 

@@ -109,8 +109,9 @@ class Attempt:
         raise FencedError(
             f"this process, {self.record}, was replaced: {successor} took "
             f"over this run ({self.folder}). Stopping without touching its checkpoints. Both ran "
-            "at the same time: check why the scheduler started a second one, or why this host was "
-            "cut off. Nothing has to be repaired"
+            "at the same time: check why the scheduler started a second one, why this host was cut "
+            "off, or whether another run has the same training.checkpoint_url. Nothing has to be "
+            "repaired"
         )
 
 

@@ -313,17 +313,19 @@ class Uploader:
 
     def _update(self) -> None:
         self._add_attempt()
-        present: dict[int, str | None] = {}
-        """Names of the copies by step; None: the checkpoint could not be read."""
-        for step in reversed(self._directory.steps()):
-            if present and self._is_due:
-                return  # the next update begins with a newer checkpoint
-            present[step] = None
+        steps = self._directory.steps()
+        present: dict[int, str | None] = dict.fromkeys(reversed(steps))
+        """Names of the copies by step; None: not known."""
+        damage = None
+        for step in present:
+            if step < steps[-1] and self._is_due:
+                break  # the next update begins with a newer checkpoint
             try:
                 present[step] = self._upload(step)
             except CheckpointError as error:
                 if self._directory.at(step).exists():  # else it was removed meanwhile
                     log.info("checkpoint at step %d | not copied: %s", step, error)
+                    damage = damage or (error if step == steps[-1] else None)
         if not present:
             return
         self._attempt.require_newest()
@@ -331,6 +333,8 @@ class Uploader:
             (self._copies.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
         self._upload_run_files()
         self._prune(present)
+        if damage is not None:
+            raise damage
 
     def _upload(self, step: int) -> str:
         """Upload the files of a checkpoint, its manifest last; returns the name of the copy."""
@@ -363,7 +367,10 @@ class Uploader:
                 (self._copies.url / name).write_from(path)
 
     def _prune(self, present: dict[int, str | None]) -> None:
-        """Remove copies, given those of the checkpoints in the run directory."""
+        """Remove copies, given those of the checkpoints in the run directory.
+
+        Those of later steps are superseded, by a rollback whose update the storage has missed.
+        """
         superseded = names_of(self._directory.superseded())
         self._attempt.require_newest()
         names, newest = self._copies.names(), max(present)
@@ -375,7 +382,7 @@ class Uploader:
             # A checkpoint that cannot be read is no reason to remove its copy.
             is_replaced = present.get(step) not in (None, name)
             is_obsolete = step in obsolete and step not in present
-            if is_replaced or is_obsolete or name in superseded:
+            if step > newest or is_replaced or is_obsolete or name in superseded:
                 self._copies.remove(name)
 
 

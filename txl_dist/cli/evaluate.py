@@ -309,6 +309,7 @@ def _require_no_more_than(context: typer.Context, *names: str) -> None:
 
 def _watch(run: Path, split: str, on: str, workers: int) -> None:
     from data_pipeline.system.workers import ProcessWorkers
+    from txl_dist.tracking.process import send_metrics
 
     with running("loading torch"):
         from txl_dist.runtime.device import EXACT_THREADS
@@ -319,6 +320,9 @@ def _watch(run: Path, split: str, on: str, workers: int) -> None:
     pool = ProcessWorkers(1) if is_here else open_workers(on, workers, use_gpus=True)
     with stoppable("finished batches are kept, and the same command continues"), pool as opened:
         num_scored = watch(run, opened, split=split, num_threads=EXACT_THREADS, note=note)
+    if num_scored:  # the run may have ended before its last scores
+        with running("recording the scores in MLflow"):
+            send_metrics(run)
     note(f"{counted(num_scored, 'checkpoint')} scored")
 
 

@@ -142,9 +142,11 @@ def _require_known_settings(spec: "TrainSpec") -> None:
     if not spec.allow_change:
         return
     from txl_dist.config.config_file import flatten_config, nearest_setting
-    from txl_dist.training.compatibility import MIXTURE
+    from txl_dist.training.compatibility import MIXTURE, OPEN_SECTIONS
 
     # A misspelt key would allow nothing, and the ranks would refuse the change much later.
     for key in {*spec.allow_change} - {*flatten_config(spec.config), MIXTURE}:
+        if key.startswith(OPEN_SECTIONS):  # only the checkpoint may have it
+            continue
         hint = nearest_setting(key)
         raise ConfigError(f"--allow-change {key}: there is no such setting; {hint}")

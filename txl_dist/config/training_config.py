@@ -215,7 +215,8 @@ class DivergenceConfig(Section):
     The deviation is 1.4826 * the median absolute deviation, which for normally distributed values
     is the standard deviation, and at least 1 % of the median. A step that can read less than half
     of the usual share of the memory is never a spike: after a discarded step, and where lanes or
-    epochs begin. A change of data or lanes begins a new window. All ranks agree before the update.
+    epochs begin. A change of data, lanes or tokens per step begins a new window. All ranks agree
+    before the update.
     """
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
@@ -288,6 +289,10 @@ REFUSED_ZERO_KEYS = {
     "round_robin_gradients": "DeepSpeed 0.19.8 then mixes up which part of the optimizer state "
     "belongs to which parameter, so checkpoints would be wrong",
     "zenflow": "it has another optimizer state, which checkpoints do not contain",
+    "zero_quantized_weights": "it rounds the weights to int8, a change of precision",
+    "zero_quantized_nontrainable_weights": "checkpoints would have int8 codes of frozen weights",
+    "zero_quantized_gradients": "it rounds the gradients to int8, a change of precision",
+    "compute_grad_norm": "without the norm, a step that has diverged would not be noticed",
 }
 """Keys of `zero_optimization` that are refused, and why."""
 

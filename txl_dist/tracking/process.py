@@ -10,7 +10,7 @@ sends them. Once the ranks have ended, the launcher waits for the sender (`wait_
 container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
 that died during the run is replaced at its end, and the new one delivers the rest.
 
-`log_evaluations` starts the sender for scores of `txl eval`.
+`log_evaluations` and `send_metrics` start the sender for scores of `txl eval`.
 """
 
 import contextlib
@@ -248,6 +248,21 @@ def log_evaluations(checkpoints: Iterable[Path]) -> None:
                 reason,
                 sync_command(run),
             )
+
+
+def send_metrics(run: Path) -> None:
+    """Deliver lines that metrics.jsonl got after the run had ended. Never raises.
+
+    Waits as `log_evaluations`. Nothing to do for a run that was not tracked, or trains again.
+    """
+    if TrackingState.load(run / STATE) is None or is_locked(run / LOCK):
+        return
+    if reason := run_sender(str(run), timeout_seconds=EVALUATION_SECONDS):
+        log.warning(
+            "the scores were not recorded in MLflow yet: %s. To send them later: %s",
+            reason,
+            sync_command(run),
+        )
 
 
 def page_command(run_dir: Path, uri: str | None) -> str:

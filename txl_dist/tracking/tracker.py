@@ -190,8 +190,7 @@ class _JsonFile(BaseModel):
             return None
 
     def save(self, path: Path) -> None:
-        """Replace the file atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Replace the file atomically. A directory that was renamed does not come back."""
         write_file(path, self.model_dump_json().encode() + b"\n")
 
 

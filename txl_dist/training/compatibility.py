@@ -69,6 +69,8 @@ _ON_REQUEST = (
     "precision",
     "divergence.",
 )
+OPEN_SECTIONS = ("optimizer.lr_factors.", "deepspeed.extra.")
+"""Sections without fixed keys: a checkpoint may have one that the config lacks."""
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
 _BETWEEN_TURNS = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len", "model.mem_")

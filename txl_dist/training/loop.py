@@ -176,7 +176,8 @@ class Trainer:
                 step=number,
                 sums=sums,
                 gradient_norm=norm,
-                memory_valid=memory_valid,
+                # The tokens behind a break have no memory, although the first ones do.
+                memory_valid=0.0 if batch.breaks_off else memory_valid,
             ),
         )
         self.step.world.activity.end_step()
@@ -204,7 +205,8 @@ class Trainer:
             raise BadScoreError(score.reason)
         self.evaluation_is_pending = False
         # The file first: if this process is killed now, the next start writes the line.
-        gain = self.step.world.broadcast(self.scores and self.scores.add(score))
+        world, scores = self.step.world, self.scores
+        gain = world.run_on_all(lambda: scores.add(score) if scores else None)[0]
         for observer in self.observers:
             observer.score(score, gain)
         if gain is not None and self.saver.saved_step != self.state.step:

@@ -8,9 +8,10 @@ every token is still read once per epoch, except fewer than `num_lanes`. The mem
 rebuilt from the tokens before it (start.py), and ages count from the first of these.
 
 If the corpora or weights change, ages restart at 0, as at the end of an epoch. Each corpus is read
-cyclically (data_pipeline/streams/mixture.py) and continues after the last epoch that was begun, so
-tokens not read yet come before tokens read already. Corpora are identified by digest: a new name or
-path for the same data changes nothing.
+cyclically (data_pipeline/streams/mixture.py) and continues after the last epoch that was begun. So
+if an epoch reads less than the whole corpus, tokens not read yet come first. After a change from a
+single corpus, whose order is another one, some that were read may come before others. Corpora are
+identified by digest: a new name or path for the same data changes nothing.
 """
 
 import math

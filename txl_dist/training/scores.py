@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from data_pipeline.system.files import write_file
 from data_pipeline.system.strict import StrictModel, first_problem
 from data_pipeline.system.workers import Workers
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory, reading
 from txl_dist.checkpoint.manifest import Count, Sha256, load_checkpoint_manifest
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
@@ -209,10 +209,12 @@ class ScoreTable:
     def add(self, score: StepScore) -> float | None:
         """Write the file of a score; its gain over the best one (`StepScore.gain_over`).
 
-        A file that cannot be written is a warning: the next start evaluates the step again.
+        A file that cannot be written is a warning: the next start evaluates the step again. Raises
+        FencedError in a run that a newer attempt has replaced.
         """
         path = self._path(score.step)
         try:
+            self._checkpoints.require_newest_attempt()
             self._folder.mkdir(exist_ok=True)
             write_file(path, score.model_dump_json(indent=1).encode() + b"\n")
             self._from_files.add(score.step)
@@ -364,9 +366,11 @@ def _score(
             max_tokens=max_tokens,
         )
         spec = replace(spec, num_ranks=manifest.num_ranks, num_threads=threads)
-        # The next process does not score the finished batches again.
-        planned = plan_spec(spec, path.parents[1] / FOLDER, resume=True, allow_short_split=True)
-        evaluate_on_workers([planned], workers)
+        # Else a run that saves faster than this scores removes each checkpoint before its score.
+        with reading(path):
+            # The next process does not score the finished batches again.
+            planned = plan_spec(spec, path.parents[1] / FOLDER, resume=True, allow_short_split=True)
+            evaluate_on_workers([planned], workers)
         if load_checkpoint_manifest(path).save_id != manifest.save_id:
             return None
         facts |= {"tokens": manifest.state["tokens"], "save_id": manifest.save_id}

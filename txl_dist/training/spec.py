@@ -176,7 +176,8 @@ class LaunchFiles:
     """
 
     def __init__(self, run: Path, launch_id: str) -> None:
-        base = run.resolve() / f".launch-{launch_id}"
+        # Not resolved: a link of this host may lead elsewhere on those of the ranks.
+        base = run.absolute() / f".launch-{launch_id}"
         self.stop = base.with_suffix(".stop")
         """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
         self.saved = base.with_suffix(".saved")

@@ -29,7 +29,7 @@ from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.checkpoint.checkpoints import CheckpointHeader
 from txl_dist.checkpoint.directory import reading
 from txl_dist.checkpoint.tensors import check_parameters, load_fragments, load_memory
-from txl_dist.config.config_file import dump_run_config, flatten_config
+from txl_dist.config.config_file import default_settings, dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.convert.stored_model import StoredModel
 from txl_dist.errors import ConfigError
@@ -51,6 +51,8 @@ from txl_dist.training.step import TrainStep
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
+
+BATCH_SETTINGS = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len")
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,8 @@ class Start:
             is_due = due_in(spec.config) if data.evaluation else lambda step: False
             inherited = point.state.best if point is not None and not point.is_fork else None
             scores = ScoreTable(checkpoints, is_due, inherited=inherited)
-            scores.rewind(kept_step)
+            # A new run has no scores, not even of the weights that it starts from.
+            scores.rewind(-1 if point is None else kept_step)
             is_pending = kept_step in scores.waiting() or (point is None and is_due(0))
         return cls(
             spec=spec, world=world, directory=directory, stack=stack, stop=stop, data=data,
@@ -178,8 +181,7 @@ class Start:
         with MetricsJournal(directory.metrics) as journal:
             # A copy of the run from a URL has metrics, but no files of scores.
             journal.truncate_after(self.kept_step, redone=redone)
-        if evaluation:
-            scores.write_metrics(directory.metrics)
+        scores.write_metrics(directory.metrics)
         return reached_step
 
 
@@ -226,6 +228,9 @@ def resume_at(point: ResumePoint, start: Start, step: TrainStep, batches: Batche
         if has_memory_for(start.config, point):
             step.load_memory(load_memory(point.path, point.manifest, step.lanes))
     state = in_phase_of(start, point.state)
+    if state.phases != point.state.phases or has_other_batches(start.config, point):
+        divergence = state.divergence.for_other_text(after=state.step)
+        state = state.model_copy(update={"divergence": divergence})
     if num_segments := segments_to_replay(start.config, point, state):
         # The memory has no gap any more then.
         state = state.model_copy(update={"contiguous_from": 0})
@@ -248,9 +253,13 @@ def in_phase_of(start: Start, state: TrainState) -> TrainState:
         position=state.position,
         context_tokens=context_segments(start.config) * start.config.data.tgt_len,
     )
-    is_new = bool(state.phases) and phases != state.phases
-    divergence = state.divergence.without_windows() if is_new else state.divergence
-    return state.model_copy(update={"phases": phases, "divergence": divergence})
+    return state.model_copy(update={"phases": phases})
+
+
+def has_other_batches(config: RunConfig, point: ResumePoint) -> bool:
+    """Whether a step reads other tokens than the steps that led to a checkpoint."""
+    before, now = {**default_settings(), **point.manifest.run}, flatten_config(config)
+    return any(before[key] != now[key] for key in BATCH_SETTINGS)
 
 
 def context_segments(config: RunConfig) -> int:

@@ -93,9 +93,15 @@ class DivergenceState(StrictModel):
         size = config.window_steps
         return self.model_copy(update={name: kept[-size:] for name, kept in windows.items()})
 
-    def without_windows(self) -> Self:
-        """For other text, whose losses cannot be compared."""
-        return self.model_copy(update={"losses": (), "gradient_norms": (), "memory_valid": ()})
+    def for_other_text(self, *, after: int) -> Self:
+        """If steps from `after` on read other text or other numbers of tokens: their losses cannot
+        be compared with earlier ones, and those that a rollback has excluded are not the same.
+        """
+        windows: dict[str, tuple[float, ...]] = dict.fromkeys(
+            ("losses", "gradient_norms", "memory_valid"), ()
+        )
+        skip_steps = tuple(step for step in self.skip_steps if step <= after)
+        return self.model_copy(update={**windows, "skip_steps": skip_steps})
 
     def with_event(self, *, step: int) -> Self:
         """The state after an event; those before the last EVENT_STEPS are dropped."""

@@ -186,6 +186,8 @@ class TrainStep:
 
     def _without_gap(self, batch: DeviceBatch, contiguous_from: int) -> DeviceBatch:
         """The batch with ages that limit attention to tokens from `contiguous_from` on."""
+        if not contiguous_from:
+            return batch  # no gap; a replayed memory may begin before position 0
         # 0 if lanes of an earlier turn have skipped this segment: these lanes may have a gap of the
         # round before, of which `contiguous_from` says nothing then.
         num_contiguous = max(0, batch.position - contiguous_from)

@@ -225,6 +225,18 @@ def test_copies_that_a_rollback_has_abandoned_are_removed(
     assert [step_of(name) for name in REMOTE.names()] == [1]
 
 
+def test_copies_of_two_rollbacks_are_removed(uploader: Uploader, tmp_path: Path) -> None:
+    """The storage does not respond between them, so no update has seen the first one."""
+    local = CheckpointDirectory(tmp_path / "run")
+    for _ in range(2):
+        assert updated(uploader) == [1, 2]
+        local.rewind(1)
+        save(local.run, step=2)
+    local.rewind(1)
+    assert updated(uploader) == [1]
+    assert [step_of(name) for name in REMOTE.names()] == [1]
+
+
 @pytest.mark.slow
 def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_update(
     uploader: Uploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -309,6 +321,39 @@ def test_updates_that_wait_for_a_slow_store_become_one(
     may_end.set()
     assert uploader.wait(60)
     assert len(num_updates) == 2, "the one in progress, and one for all later ones"
+
+
+def test_updates_that_are_overtaken_remove_old_copies_too(
+    uploader: Uploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next update is always due before the copy of one checkpoint has ended."""
+    local, upload, copies = CheckpointDirectory(tmp_path / "run"), uploader._upload, []
+
+    def overtaken(step: int) -> str:
+        uploader._is_due = True
+        return upload(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(uploader, "_upload", overtaken)
+        for step in (3, 4, 5):
+            save(local.run, step=step)
+            local.prune(uploader._retention, best_step=1)
+            uploader._is_due = False
+            uploader._update()
+            copies.append([step_of(name) for name in REMOTE.complete()])
+            latest = (REMOTE.url / "LATEST").read_bytes().decode().strip()
+            assert latest == f"checkpoints/{REMOTE.names()[-1]}"
+    assert copies == [[3], [3, 4], [4, 5]]
+    assert updated(uploader) == [1, 4, 5], "also the best"
+
+
+def test_a_newest_checkpoint_that_cannot_be_read_is_no_success(
+    uploader: Uploader, tmp_path: Path
+) -> None:
+    (CheckpointDirectory(tmp_path / "run").at(2) / "manifest.json").write_bytes(b"{}")
+    reason = uploader.finish(60, retry=False)
+    assert "manifest.json" in str(reason)
+    assert [step_of(name) for name in REMOTE.complete()] == [1]
 
 
 def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(

@@ -47,6 +47,8 @@ def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_st
         assert change.partition("=")[0] in output
     allowed = ("optimizer.lr=0.5", "--allow-change", "optimizer.lr", "--dry-run")
     assert run_txl(*words, *allowed)[0] == 0
+    factor = ("optimizer.lr_factors={head: 2}", "--allow-change", "optimizer.lr_factors.head")
+    assert run_txl(*words, *factor, "--dry-run")[0] == 0
     # The ranks refuse it, or fall back to an older checkpoint.
     for manifest in tiny.path.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{}")

@@ -11,14 +11,17 @@ import pytest
 
 from data_pipeline.system.files import open_descriptor, try_lock
 from txl_dist.tracking import process
-from txl_dist.tracking.process import log_evaluations
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.process import log_evaluations, send_metrics
 from txl_dist.tracking.sender import deliver_evaluations
 from txl_dist.tracking.tracker import LOCK, TrackingState, UnavailableError
 
 from .conftest import (
+    START,
     MlflowServer,
     client_of,
     recorded_steps,
+    request_for,
     run_id_of,
     run_ids,
     sender_for,
@@ -176,6 +179,31 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
         log_evaluations([checkpoint])
     sender.pump()
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
+
+
+@pytest.mark.slow
+def test_scores_that_a_run_got_after_its_end_are_delivered(run_dir: Path) -> None:
+    """As `txl eval --watch` writes them; the status of the run stays."""
+    request_for().save(run_dir / "logs" / "tracking-request.json")
+    write_steps(run_dir, range(1, 4))
+    sender_for(run_dir).finish("preempted")
+    database, run_id = run_dir.parent / "mlflow.db", run_id_of(run_dir)
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.write({"step": 3, "tokens": 30, "time": START + 9, "valid/loss": 2.5})
+    send_metrics(run_dir)
+    assert recorded_steps(database, run_id, "valid/loss") == [3]
+    assert recorded_steps(database, run_id) == [1, 2, 3]
+    assert tags_of(database, run_id)["txl.status"] == "preempted"
+
+
+def test_the_directory_of_a_renamed_run_does_not_come_back(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 4))
+    sender = sender_for(run_dir)
+    sender.pump()
+    run_dir.rename(run_dir.parent / "renamed")
+    with pytest.raises(UnavailableError):
+        sender.finish("failed")
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize("damage", ["not JSON", "[1]", "{}", '{"split": 5}', "[" * 10**5])

@@ -128,6 +128,12 @@ def test_a_run_its_best_checkpoint_and_its_average_can_be_origins(
     started(tiny, first, *settings)
     # The rate is far too high, so the best weights are those of the start.
     assert (first / "BEST").read_text() == "checkpoints/step-00000000\n"
+    # A run that was killed between its first score and its first checkpoint begins again.
+    again, name = tiny.path / "again", "evaluations/step-00000000.json"
+    (again / "evaluations").mkdir(parents=True)
+    shutil.copy(first / name, again / name)
+    started(tiny, again, *settings)
+    assert (again / "BEST").read_text() == "checkpoints/step-00000000\n"
     for number, path in enumerate((first, first / "BEST", CheckpointDirectory(first).at(2))):
         run = tiny.path / f"run-{number}"
         started(tiny, run, f"init_from={path}", "training.num_steps=1", num_ranks=2)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -332,11 +333,54 @@ def scores(run: Path) -> dict[int, float]:
     return {line["step"]: line["valid/loss"] for line in metrics(run) if "valid/loss" in line}
 
 
-def test_a_change_of_lanes_begins_a_new_window(tiny: TinyRuns) -> None:
+@pytest.mark.parametrize("change", ["data.num_lanes=3", "data.tgt_len=4"])
+def test_after_a_change_of_lanes_or_batches_steps_are_other_steps(
+    tiny: TinyRuns, change: str
+) -> None:
+    """A new window begins, and the steps that a rollback has excluded are those of other text."""
     settings = (*SETTINGS, "divergence.loss_spike=10", "divergence.window_steps=10")
-    for spec in specs_with_change(tiny, tiny.path, *settings, change=("data.num_lanes=3",)):
-        ended(tiny, spec, num_ranks=1)
-    assert len(final_state(tiny.path, 12).divergence.losses) == 6
+    first, second = specs_with_change(tiny, tiny.path, *settings, change=(change,))
+    ended(tiny, first, SkipSteps(4, 9), num_ranks=1)
+    assert final_state(tiny.path, 6).divergence.skip_steps == (4, 9)
+    ended(tiny, second, num_ranks=1)
+    divergence = final_state(tiny.path, 12).divergence
+    assert len(divergence.losses) == 6
+    assert divergence.skip_steps == (4,)
+
+
+@pytest.mark.parametrize("at", ["start", "inside"])
+def test_the_step_in_which_an_epoch_begins_is_no_spike(tiny: TinyRuns, at: str) -> None:
+    """Its tokens behind the break have no memory, so its loss is higher."""
+    source = open_split(tiny.dataset, "train")
+    lane_tokens = source.num_tokens // 5
+    tgt_len = next(n for n in range(4, 40) if (lane_tokens % n == 0) == (at == "start"))
+    settings = (*SETTINGS, f"data.tgt_len={tgt_len}", "divergence.loss_spike=3")
+    begins = -(-lane_tokens // tgt_len) + (at == "start")
+    spec = tiny.spec(
+        tiny.path, *settings, "divergence.window_steps=5", f"training.num_steps={begins + 1}",
+        "optimizer.lr=1e-30", "optimizer.warmup_steps=0",
+    )  # fmt: skip
+    ended(tiny, spec, HighLoss(begins), num_ranks=1)
+    assert begins in losses(tiny.path)
+    shutil.rmtree(tiny.path)
+    ended(tiny, spec, HighLoss(begins - 1), num_ranks=1, code=DivergedError.exit_code)
+
+
+class HighLoss:
+    """One step has ten times its loss."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, trainer: Trainer) -> None:
+        local_values = trainer.step._local_values
+
+        def higher(*arguments: Any) -> Any:
+            values = local_values(*arguments)
+            values[0] *= 10.0 if trainer.state.step + 1 == self.step else 1.0
+            return values
+
+        trainer.step._local_values = higher  # type: ignore[assignment]
 
 
 IN_TURNS = (
@@ -395,12 +439,16 @@ def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(tiny: TinyRuns
     assert [line["step"] for line in lines[0]] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_memory_that_was_replayed_has_no_gap(tiny: TinyRuns) -> None:
-    settings = (*SETTINGS, SKIP, "data.reset=stream")
-    for spec in specs_with_change(tiny, tiny.path, *settings, change=("data.num_lanes=3",)):
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_memory_that_was_replayed_has_no_gap(tiny: TinyRuns, step: int) -> None:
+    """Also where the replay begins before the first token of the run: after 2 steps of 3 tokens the
+    memory of 7 is full, from the text before the new lanes."""
+    settings = (*SETTINGS, SKIP, "data.reset=stream", "training.checkpoint_interval_steps=1")
+    specs = specs_with_change(tiny, tiny.path, *settings, change=("data.num_lanes=3",), step=step)
+    for spec in specs:
         assert tiny.ranks(1).run(train_with, spec, NanHidden(rank=0, steps=(6,)))[0][0] == 0
     valid = {line["step"]: line.get("memory_valid") for line in metrics(tiny.path)}
-    assert valid[7] == 1.0
+    assert valid[step + 1] == pytest.approx(1.0, abs=0.4 if step == 2 else 0)
 
 
 # --- without recovery -----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`txl eval --watch`: the scores and BEST of an evaluation on the ranks."""
 
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +19,14 @@ from tests.support.training_runs import (
     metrics,
     tiny_spec,
     train,
+    train_some,
 )
 from tests.txl_dist.checkpoint.saving import save
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.attempts import Attempt, AttemptRecord
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import ConfigError, DataError, FencedError, TxlError
+from txl_dist.evaluation import distributed
 from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, watch
 from txl_dist.training.spec import LaunchFiles, RunDirectory, TrainSpec
 
@@ -235,3 +239,53 @@ def test_a_score_of_a_superseded_save_of_the_step_does_not_count(tmp_path: Path)
         found = ScoreTable(CheckpointDirectory(tmp_path), is_due=bool)
         assert (found.get(3) is not None) is is_counted
         assert found.waiting() == ([] if is_counted else [3])
+
+
+def test_a_run_that_saves_faster_than_it_is_scored_keeps_what_is_being_scored(
+    tiny: TinyRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During each evaluation two more checkpoints are saved, and only one is kept."""
+    spec = unscored(tiny.dataset, tiny.path, "training.num_steps=5")
+    assert tiny.ranks(1).run(train, spec) == [0]
+    directory = CheckpointDirectory(tiny.path)
+    evaluate = distributed.evaluate_on_workers
+
+    def during_saves(planned: Any, workers: Any) -> Any:
+        for step in range(directory.steps()[-1] + 5, 20, 5)[:2]:
+            shutil.copytree(directory.at(5), directory.at(step))
+        directory.prune(Retention(keep=1), best_step=None)
+        return evaluate(planned, workers)
+
+    monkeypatch.setattr(distributed, "evaluate_on_workers", during_saves)
+    seen: list[str] = []
+    assert watch(tiny.path, InProcess(), num_threads=1, note=seen.append) == 2
+    assert [line.partition(" |")[0] for line in seen] == [
+        "evaluation at step 5", "evaluation at step 15"
+    ]  # fmt: skip
+
+
+def test_a_restart_logs_the_scores_that_came_after_the_last_save(
+    tiny: TinyRuns, straight: Callable[..., Path]
+) -> None:
+    settings = (*SETTINGS, "training.checkpoint_interval_steps=5", NO_EVALUATION)
+    spec = tiny.spec(tiny.path, *settings)
+    assert tiny.ranks(1).run(train_some, spec, num_steps=12) == [TxlError.exit_code]
+    name = f"{FOLDER}/step-00000005.json"
+    (tiny.path / FOLDER).mkdir()
+    shutil.copy(straight(*SETTINGS, num_ranks=1) / name, tiny.path / name)
+    assert tiny.ranks(1).run(train, spec) == [0]
+    assert scores(tiny.path) == scores(straight(*SETTINGS, num_ranks=1))[:1]
+
+
+def test_a_replaced_run_writes_no_scores(tmp_path: Path) -> None:
+    """Another host has begun a newer attempt: this one would score steps that it never had."""
+    (table, _), folder = tables(tmp_path, 10), tmp_path / "attempts"
+    attempts = [
+        Attempt(AttemptRecord.of_this_process(number=n, launch_id=str(n)), folder) for n in (1, 2)
+    ]
+    table._checkpoints.attempt = attempts[0]
+    for attempt in attempts:
+        attempt.add()
+    with pytest.raises(FencedError):
+        table.add(score_of(10))
+    assert not (tmp_path / FOLDER).exists()

@@ -8,7 +8,7 @@
       ReadFailureError      1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
         FencedError         4   a newer attempt of the run owns its checkpoints
-        StoreError          4   the URL of the checkpoints cannot be read
+        StoreError          4   checkpoints, or their URL, cannot be read now
       DivergedError         5   loss or gradient that is not finite, or a spike
       LostRankError         1   no reply from other ranks in a collective
       PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
@@ -50,7 +50,7 @@ class FencedError(CheckpointError):
 
 
 class StoreError(CheckpointError):
-    """The object storage with the copies of the checkpoints did not respond."""
+    """The storage of the checkpoints, or of their copies, did not deliver them."""
 
 
 OUTAGES = (UnreadableError, StoreError)

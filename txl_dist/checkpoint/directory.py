@@ -40,6 +40,7 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
     newest_manifest,
     part_name,
+    unread,
 )
 from txl_dist.errors import CheckpointError, FencedError
 
@@ -259,7 +260,10 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def find_damage(checkpoint: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
-    """One message per damaged file among the named files of a checkpoint."""
+    """One message per damaged file among the named files of a checkpoint.
+
+    Raises StoreError if one cannot be read: that says nothing about the checkpoint.
+    """
     damage = []
     for name in names:
         entry, path = manifest.files[name], checkpoint / name
@@ -269,8 +273,10 @@ def find_damage(checkpoint: Path, manifest: CheckpointManifest, names: Iterable[
                 damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
             elif (digest := sha256_file(path)) != entry.sha256:
                 damage.append(f"{path} has sha256 {digest}, expected {entry.sha256}")
+        except FileNotFoundError:
+            damage.append(f"{path} is missing")
         except OSError as error:
-            damage.append(f"{path} cannot be read ({error.strerror})")
+            raise unread(path, error) from error
     return damage
 
 

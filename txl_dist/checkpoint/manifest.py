@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict import (
     StrictModel,
     first_problem,
@@ -21,7 +22,7 @@ from data_pipeline.system.strict import (
     manifest_bytes,
 )
 from txl_dist.config.removed import PAGE, without_removed
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, StoreError
 from txl_dist.model.config import ModelConfig
 
 MANIFEST_NAME = "manifest.json"
@@ -195,8 +196,8 @@ def load_checkpoint_manifest(checkpoint: DatasetPath) -> CheckpointManifest:
     """The validated manifest of a checkpoint. Raises CheckpointError.
 
     A directory named after a step must contain the checkpoint of that step, because the order of
-    checkpoints follows from their names; a copy at a URL also that save. Raises OSError if a URL
-    cannot be read.
+    checkpoints follows from their names; a copy at a URL also that save. Raises StoreError if a
+    file that is there cannot be read, OSError if a URL cannot.
     """
     path, name, advice = checkpoint / MANIFEST_NAME, checkpoint.name, ""
     if isinstance(checkpoint, Path):
@@ -207,6 +208,8 @@ def load_checkpoint_manifest(checkpoint: DatasetPath) -> CheckpointManifest:
     except OSError as error:
         if not advice and not isinstance(error, FileNotFoundError):
             raise  # the storage fails: that says nothing about the checkpoint
+        if is_read_failure(error):
+            raise unread(path, error) from error
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}): {checkpoint} is not a complete checkpoint"
             f"{advice}"
@@ -222,6 +225,15 @@ def load_checkpoint_manifest(checkpoint: DatasetPath) -> CheckpointManifest:
             f"{MANIFEST_NAME}: it was copied or renamed. Rename it to step-{manifest.step:08d}"
         )
     return manifest
+
+
+def unread(path: DatasetPath, error: OSError) -> StoreError:
+    """The error for a file that the storage does not deliver, which says nothing about it."""
+    return StoreError(
+        f"{path} cannot be read ({error.strerror}). It may be intact: check the disk and the "
+        "permissions, and run it again. To go on without this checkpoint, move its directory "
+        "elsewhere"
+    )
 
 
 def newest_manifest(checkpoints: Sequence[DatasetPath]) -> CheckpointManifest:

@@ -86,8 +86,8 @@ def newest_intact(
 ) -> tuple[ResumePoint | None, list[str]]:
     """Find the newest checkpoint without damage, of an earlier step than `before` if that is given.
 
-    Returns None without one, and the damage of those that are newer, which is also logged.
-    Collective.
+    Returns None without one, and the damage of those that are newer, which is also logged. Raises
+    StoreError if one cannot be read. Collective.
     """
     damage: list[str] = []
     # From rank 0: on a network file system the ranks may see different directory listings.
@@ -95,6 +95,8 @@ def newest_intact(
         if before is None or step < before:
             try:
                 return verify_point(directory.at(step), world), damage
+            except StoreError:  # it may be intact, and its steps must not be lost
+                raise
             except CheckpointError as error:
                 log.warning("%s", error)
                 damage.append(str(error))
@@ -103,18 +105,24 @@ def newest_intact(
 
 def verify_point(path: Path, world: World) -> ResumePoint:
     """Hash all files, each rank a part of them; every rank raises the same error."""
-    try:
-        with reading(path):
-            manifest = load_checkpoint_manifest(path)
-            state = load_state(path, manifest)
-            # Each rank hashes 1/num_ranks of the files, not only those that it will read.
-            names = sorted(manifest.files)[world.rank :: world.num_ranks]
-            problems = find_damage(path, manifest, names)
-    except CheckpointError as error:
-        problems = [str(error)]
-    if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
+    points: list[ResumePoint] = []
+
+    def problems() -> list[str]:
+        try:
+            with reading(path):
+                manifest = load_checkpoint_manifest(path)
+                points.append(ResumePoint(path, manifest, load_state(path, manifest)))
+                # Each rank hashes 1/num_ranks of the files, not only those that it will read.
+                names = sorted(manifest.files)[world.rank :: world.num_ranks]
+                return find_damage(path, manifest, names)
+        except StoreError:
+            raise
+        except CheckpointError as error:
+            return [str(error)]
+
+    if damage := sorted({text for texts in world.run_on_all(problems) for text in texts}):
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
-    return ResumePoint(path, manifest, state)
+    return points[0]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 refusals. Rows about copies: test_remote_checkpoints.py, ../checkpoint/test_copies.py.
 """
 
+import errno
 import json
 import os
 import re
@@ -24,10 +25,11 @@ from tests.support.training_runs import (
     train,
 )
 from tests.txl_dist.checkpoint.saving import save
+from txl_dist.checkpoint import directory as checkpoint_directory
 from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, StoreError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.spec import TrainSpec
@@ -254,6 +256,32 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_ste
     assert losses(run) == pytest.approx(expected, rel=2e-6)
     superseded = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in superseded] == list(range(11, 21))
+
+
+def train_with_failing_disk(world: World, spec: TrainSpec, name: str) -> int:
+    """Train while one rank's reads of a file of the newest checkpoint fail."""
+    hashed = checkpoint_directory.sha256_file
+
+    def failing(path: Path) -> str:
+        if world.rank == 1 and path.parent.name == "step-00000020" and path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return hashed(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_directory, "sha256_file", failing)
+        return train(world, spec)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_given_up(tiny: TinyRuns, run: Path) -> None:
+    """It may be intact: no rank goes back, and the next start has all steps."""
+    before = sorted(CheckpointDirectory(run).path.iterdir())
+    spec = tiny.spec(run, *SETTINGS)
+    name = sorted(load_checkpoint_manifest(CheckpointDirectory(run).at(20)).files)[1]
+    ends = tiny.ranks(2).run(train_with_failing_disk, spec, name)
+    assert ends == [StoreError.exit_code] * 2
+    assert "It may be intact" in refusal(run)
+    assert sorted(CheckpointDirectory(run).path.iterdir()) == before
+    assert tiny.ranks(2).run(train, spec) == [0, 0]
 
 
 @pytest.mark.fault_row(24)

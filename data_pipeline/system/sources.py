@@ -123,14 +123,23 @@ def retry_request(request: Callable[[], _T]) -> _T:
         try:
             return request()
         except Exception as error:  # every client library has its own error classes
+            last_error = _hidden_failure(error) or error
             for kind, number, reason in _CERTAIN:
-                if isinstance(error, kind):
+                if isinstance(last_error, kind):
                     raise kind(number, reason) from error
-            last_error = error
     # Messages of clients have the complete URL.
     text = re.sub(r"\w+://\S+", lambda url: shown(url[0]), str(last_error))
     reason = printable(text)[:200] or type(last_error).__name__
     raise UnreachableError(f"{_MAX_ATTEMPTS} attempts failed: {reason}") from last_error
+
+
+def _hidden_failure(error: Exception) -> Exception | None:
+    """What fsspec's HTTP client calls "not found", whatever it is; None for what is not there."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return None
+    is_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
+    return cause if is_http and getattr(cause, "status", None) not in (404, 410) else None
 
 
 class SourceError(OSError):

@@ -8,6 +8,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from data_pipeline.system import sources
 from data_pipeline.system.sources import (
     SourceError,
     UnreachableError,
+    file_system,
     is_read_failure,
     is_transient,
     reject_reason,
@@ -36,6 +38,7 @@ from data_pipeline.system.sources import (
 )
 from tests.data_pipeline.conftest import WebFiles
 from tests.data_pipeline.readers.reading import one_file, read, split_at_reject, texts
+from tests.support.web_server import web_server
 
 LINES = [f"line {number} " + "é" * number for number in range(600)]
 """Some 370 KB: three blocks of zstd."""
@@ -93,6 +96,20 @@ def test_a_missing_or_forbidden_object_is_not_retried(error: OSError) -> None:
     with pytest.raises(type(error), match=r"no such object|access denied|is a folder") as raised:
         retry_request(requests)
     assert (requests.attempts, raised.value.__cause__) == (1, error)
+
+
+@pytest.mark.parametrize("status", [404, 500, 503, None])
+def test_only_what_a_web_server_does_not_have_is_certain(status: int | None) -> None:
+    """fsspec calls every failure "not found", also that of a server that is down (None)."""
+    kind, text = FileNotFoundError, "no such object"
+    if status != 404:
+        kind, text = UnreachableError, "3 attempts failed"
+    with ExitStack() as stack:
+        url = stack.enter_context(web_server(lambda request: (status or 200, "")))
+        if status is None:
+            stack.close()
+        with pytest.raises(kind, match=text):
+            retry_request(lambda: file_system(url).info(f"{url}/a.txt"))
 
 
 @pytest.mark.fault_row(44)

@@ -14,7 +14,12 @@ from txl_dist.tracking import process
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import log_evaluations, send_metrics
 from txl_dist.tracking.sender import deliver_evaluations
-from txl_dist.tracking.tracker import LOCK, TrackingState, UnavailableError
+from txl_dist.tracking.tracker import (
+    LOCK,
+    TrackingState,
+    UnavailableError,
+    directory_identity,
+)
 
 from .conftest import (
     START,
@@ -184,6 +189,7 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
 @pytest.mark.slow
 def test_scores_that_a_run_got_after_its_end_are_delivered(run_dir: Path) -> None:
     """As `txl eval --watch` writes them; the status of the run stays."""
+    directory_identity(run_dir)  # creates the folder
     request_for().save(run_dir / "logs" / "tracking-request.json")
     write_steps(run_dir, range(1, 4))
     sender_for(run_dir).finish("preempted")

@@ -244,24 +244,25 @@ def test_a_score_of_a_superseded_save_of_the_step_does_not_count(tmp_path: Path)
 def test_a_run_that_saves_faster_than_it_is_scored_keeps_what_is_being_scored(
     tiny: TinyRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During each evaluation two more checkpoints are saved, and only one is kept."""
-    spec = unscored(tiny.dataset, tiny.path, "training.num_steps=5")
-    assert tiny.ranks(1).run(train, spec) == [0]
-    directory = CheckpointDirectory(tiny.path)
+    """During an evaluation up to two more checkpoints are saved, and only the newest is kept."""
+    assert tiny.ranks(1).run(train, unscored(tiny.dataset, tiny.path)) == [0]
+    directory, later = CheckpointDirectory(tiny.path), [10, 15, 20]
+    for step in later:
+        directory.at(step).rename(tiny.path / str(step))
     evaluate = distributed.evaluate_on_workers
 
     def during_saves(planned: Any, workers: Any) -> Any:
-        for step in range(directory.steps()[-1] + 5, 20, 5)[:2]:
-            shutil.copytree(directory.at(5), directory.at(step))
+        for step in later[:2]:
+            (tiny.path / str(step)).rename(directory.at(step))
+        del later[:2]
         directory.prune(Retention(keep=1), best_step=None)
         return evaluate(planned, workers)
 
     monkeypatch.setattr(distributed, "evaluate_on_workers", during_saves)
     seen: list[str] = []
-    assert watch(tiny.path, InProcess(), num_threads=1, note=seen.append) == 2
-    assert [line.partition(" |")[0] for line in seen] == [
-        "evaluation at step 5", "evaluation at step 15"
-    ]  # fmt: skip
+    assert watch(tiny.path, InProcess(), num_threads=1, note=seen.append) == 3
+    steps = [line.partition(" |")[0] for line in seen]
+    assert steps == [f"evaluation at step {step}" for step in (5, 15, 20)]
 
 
 def test_a_restart_logs_the_scores_that_came_after_the_last_save(

@@ -247,7 +247,8 @@ def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The JSON of the library with which other programs give the same ids; None for characters,
     words and ids.
 
-    The special tokens of a tokenizer that was read from such a file are in it again.
+    The special tokens of a tokenizer that was read from such a file are in it again. Raises
+    DataError if the library would give a token another id.
     """
     end, special = tokenizer.end_of_document, {}
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -260,15 +261,24 @@ def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
         content = json.loads(library.to_str())
     else:
         return None
-    name_of = {id_: name for name, id_ in _ids(content).items()}
-    special = special or {name_of.get(end, END_OF_TEXT): end}
-    added = [
+    ids = _ids(content)
+    name = next((token for token, id_ in ids.items() if id_ == end), END_OF_TEXT)
+    while ids.get(name, end) != end:  # the vocabulary has this name, for another id
+        name = f"<{name}>"
+    special = special or {name: end}
+    added: list[dict[str, Any]] = [
         {"id": id_, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
          "normalized": False, "special": True}
         for name, id_ in special.items()
     ]  # fmt: skip
-    whole = [*(content.get("added_tokens") or []), *added]
-    return {**content, "added_tokens": sorted(whole, key=lambda entry: entry["id"])}
+    added += content.get("added_tokens") or []
+    whole = {**content, "added_tokens": sorted(added, key=lambda entry: entry["id"])}
+    if moved := _moved(whole, ids | special):
+        raise DataError(
+            f"the tokenizers library gives {moved[0][:40]!r} another id than this model: the file "
+            "for other programs needs ids without gaps. Export the model without --format"
+        )
+    return whole
 
 
 def _ids(content: dict[str, Any]) -> dict[str, int]:

@@ -14,8 +14,10 @@ from data_pipeline.errors import DataError
 from data_pipeline.tokenizers import load_tokenizer, ready_tokenizer
 from data_pipeline.tokenizers.pretrained import (
     HARD_STRINGS,
+    PretrainedDescription,
     PretrainedTokenizer,
     from_library_json,
+    library_json,
     require_same_ids,
 )
 from tests.data_pipeline.tokenizers.sample_tokenizers import (
@@ -139,6 +141,18 @@ def test_ids_that_differ_between_the_libraries_are_an_error() -> None:
     other._library = tokenizers.Tokenizer.from_str(json.dumps(byte_level(("a", "b"))))
     with pytest.raises(DataError, match="differ on"):
         require_same_ids(other)
+
+
+def test_a_special_token_that_the_library_would_move_is_not_written() -> None:
+    description = PretrainedDescription(
+        type="file",
+        end_of_document=399,
+        vocab_size=400,
+        special_tokens={"<end>": 399},
+        tokenizer=byte_level(("a", "b")),
+    )
+    with pytest.raises(DataError, match="gives '<end>' another id"):
+        library_json(PretrainedTokenizer(description))
 
 
 TEXTS = (EUROPEAN, JAPANESE, " two  spaces", "灰 Łódź €", "👩‍👩‍👧 e\u0301 ▁x", "<0x41> <tool_call>")

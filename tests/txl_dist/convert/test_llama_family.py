@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import run_txl
 from tests.support.small_models import MODERN, random_text, small_model
-from tests.support.tokenizer_families import LIBRARY_OF
+from tests.support.tokenizer_families import LIBRARY_OF, tokenizer_of_family
 from txl_dist.convert.hub import write_for_transformers
 from txl_dist.convert.llama_family import family_config, read_family
 from txl_dist.convert.original_model import read_model
@@ -391,6 +391,19 @@ def test_a_model_and_its_tokenizer_give_the_ids_of_transformers(name: str, tmp_p
     assert (theirs.eos_token_id, theirs.bos_token_id) == (end, end)
     assert {*theirs.all_special_ids} >= {end}
     assert found.tokenizer.decode([*found.tokenizer.encode(plain), size - 1]) == plain
+
+
+@pytest.mark.parametrize("family", LIBRARY_OF)
+def test_a_new_end_of_document_gets_a_name_that_no_token_has(family: str, tmp_path: Path) -> None:
+    """A file of several special tokens, read without a model, gets an id after its vocabulary."""
+    tokenizer = tokenizer_of_family(family)
+    options = LEAVING["qwen3"] | {"vocab_size": tokenizer.vocab_size}
+    write_for_transformers(
+        tmp_path, small_model(**options).float(), tokenizer, 8, window=5, card=None
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.end_of_document,) * 2
+    assert theirs(theirs.eos_token).input_ids == [tokenizer.end_of_document]
 
 
 def test_bytes_are_a_tokenizer_of_transformers(tmp_path: Path) -> None:

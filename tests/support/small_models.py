@@ -1,8 +1,10 @@
 """Models of a few hundred weights in float64. Every weight has a visible effect on the loss."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig, RotaryScaling
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import memory_kind
+from txl_dist.model.memory.recurrent import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
 
 VOCAB_SIZE = 11
@@ -65,6 +68,19 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
             with torch.no_grad():
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def recorded_memory_lens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The list to which every new `KVCache` adds the memory lengths of its layers."""
+    lens: list[int] = []
+    of_lengths = KVCache.of_lengths
+
+    def recording(config: ModelConfig, num_lanes: int, mem_lens: Sequence[int]) -> KVCache:
+        lens.extend(mem_lens)
+        return of_lengths(config, num_lanes, mem_lens)
+
+    monkeypatch.setattr(KVCache, "of_lengths", recording)
+    return lens
 
 
 def random_text(num_lanes: int, num_tokens: int, *, seed: int = 0) -> Tensor:

@@ -110,7 +110,7 @@ def generate(
     ids = [*_ids_of_prompts(given, prompts, tokenizer)]
     options: dict[str, Any] = {"sampling": sampling, "tgt_len": stored.tgt_len}
     if not prompts and not as_json:
-        new_tokens = generate_tokens(model, ids[0], seed=seed, **options)
+        new_tokens = generate_tokens(model, ids[0], seed=seed, max_tokens=max_tokens, **options)
         print(prompt, end="")
         for text in stream_text(new_tokens, tokenizer, limits, after=ids[0][-1]):
             print(text, end="", flush=True)

@@ -16,12 +16,14 @@ the longest begins later: its lane reads padding before, which its first token, 
 see. Last segments of different lengths are padded at the end, and the padding is removed from the
 cache. Other kinds of memory cannot remove it: incomplete segments are read again for every token,
 as in training. A lane computes what it would compute alone, except that matrix products
-of another batch size may round differently in the last bit.
+of another batch size, or with a longer memory, may round differently in the last bit.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
 from typing import Literal
 
 import torch
@@ -66,17 +68,24 @@ def generate_tokens(
     sampling: Sampling,
     seed: int,
     precision: Precision = "fp32",
+    max_tokens: int | None = None,
 ) -> Iterator[int]:
-    """Token ids that follow `prompt`, without end.
+    """Token ids that follow `prompt`: `max_tokens`, or without end.
 
     The prompt can have any length above 0: the model reads it in segments of `tgt_len` tokens, as
     in training. A model without memory sees the last `tgt_len` tokens and reads them again for
     every token it draws.
     """
     decoder = BatchDecoder(
-        model, [prompt], seeds=[seed], tgt_len=tgt_len, sampling=sampling, precision=precision
+        model,
+        [prompt],
+        seeds=[seed],
+        tgt_len=tgt_len,
+        sampling=sampling,
+        precision=precision,
+        max_tokens=max_tokens,
     )
-    while True:
+    for _ in islice(count(), max_tokens):
         yield from decoder.draw()
 
 
@@ -136,6 +145,7 @@ def generate_from_ids(
             tgt_len=tgt_len,
             sampling=sampling,
             precision=precision,
+            max_tokens=limits.max_tokens,
         )
         texts = [GrowingText(tokenizer, limits, after=prompt[-1]) for prompt in batch]
         unfinished = texts
@@ -180,7 +190,8 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
 
 
 class BatchDecoder:
-    """`draw()` returns the next token of every lane, without end; `keep()` drops lanes.
+    """`draw()` returns the next token of every lane, `max_tokens` times or without end; `keep()`
+    drops lanes.
 
     A model without memory sees the last `tgt_len` tokens of a lane and reads them again for every
     token it draws.
@@ -195,6 +206,7 @@ class BatchDecoder:
         tgt_len: int,
         sampling: Sampling,
         precision: Precision = "fp32",
+        max_tokens: int | None = None,
     ) -> None:
         token_lists = [_checked_ids(prompt, model.config.num_ids) for prompt in prompts]
         self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
@@ -208,9 +220,12 @@ class BatchDecoder:
         ]
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
+        # The last token is drawn and not read.
+        num_read = max_tokens and max(map(len, token_lists)) + max_tokens - 1
+        empty = partial(model.inference_state, max_tokens=num_read)
         self._reader = SequenceReader(
             model,
-            state=(model.empty_memory if has_short else model.inference_state)(len(prompts)),
+            state=(model.empty_memory if has_short else empty)(len(prompts)),
             tgt_len=tgt_len,
             precision=precision,
         )

@@ -146,9 +146,10 @@ def score(unit: Unit[ScoringRequest]) -> list[tuple[float, bool]]:
     source, requests = unit.source, unit.requests
     model, _ = open_model(source)
     input_BN, target_BN = _padded(requests)
+    before_last = (input_BN.shape[1] - 1) // source.tgt_len * source.tgt_len
     reader = SequenceReader(
         model,
-        state=model.inference_state(len(requests)),
+        state=model.inference_state(len(requests), max_tokens=before_last),
         tgt_len=source.tgt_len,
         precision=source.precision,
     )

@@ -18,7 +18,13 @@ from torch.testing import assert_close
 from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.hypothesis_examples import examples
-from tests.support.small_models import MODERN, random_text, read_stream, small_model
+from tests.support.small_models import (
+    MODERN,
+    random_text,
+    read_stream,
+    recorded_memory_lens,
+    small_model,
+)
 from txl_dist.errors import TxlError
 from txl_dist.generation import generate
 from txl_dist.generation.generate import (
@@ -313,6 +319,22 @@ def test_a_text_is_what_is_streamed(model: TransformerXL) -> None:
     new_tokens = generate_tokens(model, tokens, seed=7, **HOW)
     streamed = "".join(stream_text(new_tokens, BYTES, LIMITS, after=tokens[-1]))
     assert texts_of(model, ["x"])[0].text == streamed
+
+
+def test_a_memory_is_as_long_as_its_text_can_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without a window has a memory of all its positions: gigabytes for a short prompt."""
+    model = small_model(vocab_size=BYTES.vocab_size, mem_len=5000, distance_encoding="rotary")
+    prompts = [prompt_tokens(BYTES, prompt) for prompt in PROMPTS]
+    endless = BatchDecoder(model, prompts, seeds=range(7, 7 + len(prompts)), **HOW)
+    expected = drawn(endless, LIMITS.max_tokens)
+    lens = recorded_memory_lens(monkeypatch)
+    texts = texts_of(model, PROMPTS)
+    streamed = [*generate_tokens(model, prompts[0], seed=7, max_tokens=14, **HOW)]
+    assert [text.ids for text in texts] == [
+        ids[: text.num_tokens] for ids, text in zip(expected, texts, strict=True)
+    ]
+    assert streamed == expected[0]
+    assert max(lens) < max(map(len, prompts)) + LIMITS.max_tokens
 
 
 def test_each_text_says_why_it_ended(model: TransformerXL) -> None:

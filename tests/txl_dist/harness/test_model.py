@@ -11,7 +11,7 @@ import torch
 
 from data_pipeline.shards.manifest import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
-from tests.support.small_models import read_stream, small_model
+from tests.support.small_models import read_stream, recorded_memory_lens, small_model
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export, requests
 from txl_dist.convert.stored_model import Reading, find_model, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
@@ -109,6 +109,21 @@ def test_a_document_is_read_through_the_memory(exported: Path) -> None:
         ids = list(document.encode())
         expected = log_likelihood(exported, [BYTES.end_of_document], ids) if ids else 0
         assert nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_memory_is_as_long_as_the_request_before_its_last_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model without a window has a memory of all its positions, whatever the request is."""
+    directory = export(tmp_path / "model", BYTES, mem_len=5000, distance_encoding="rotary")
+    model, lens = TransformerXLModel(directory), recorded_memory_lens(monkeypatch)
+    for text, expected in (("abc", 0), ("abcdefg" * 3, 18)):
+        lens.clear()
+        (nats,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
+        assert {*lens} == {expected}
+        ids = [*text.encode()]
+        expected_nats = log_likelihood(directory, [BYTES.end_of_document], ids)
+        assert nats == pytest.approx(expected_nats, rel=1e-5)
 
 
 @pytest.mark.parametrize(

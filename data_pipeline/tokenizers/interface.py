@@ -54,6 +54,8 @@ class Tokenizer(ABC):
     """Number of ids, `end_of_document` included."""
     end_of_document: int
     """An id that no text encodes to. The first token of a document if `opens_documents`."""
+    ends_of_text: tuple[int, ...] = ()
+    """Ids at which a generated text ends, apart from `end_of_document`."""
     opens_documents: bool
     """Whether documents begin with `end_of_document`. False for some recipes."""
     cuts: Cuts

@@ -1,6 +1,7 @@
 """Load `tokenizer.json`, and compare two of them: do they give token ids the same meaning?"""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict import first_problem
-from data_pipeline.system.strict_json import parse_json
+from data_pipeline.system.strict_json import canonical_json, parse_json
 from data_pipeline.tokenizers.byte_char_word import (
     ByteDescription,
     ByteTokenizer,
@@ -73,8 +74,9 @@ def load_tokenizer(source: str | DatasetPath | dict[str, Any]) -> Tokenizer:
 def directory_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a model of transformers in this directory; None without a tokenizer.json.
 
-    It has as many ids as the model, and documents begin with the token that ends texts there: the
-    first `eos_token_id` of config.json. Raises DataError.
+    It has as many ids as the model. Documents begin with the token that begins texts there, or if
+    none does with the one that ends them, the first `eos_token_id` of config.json. Raises
+    DataError.
     """
     from data_pipeline.tokenizers.pretrained import from_library_json, is_library_json
 
@@ -86,17 +88,44 @@ def directory_tokenizer(directory: Path) -> Tokenizer | None:
     content = read_description(path)
     if not is_library_json(content):
         return tokenizer_of(content, source=str(path))
-    config = read_description(config_path)
-    if not isinstance(config, dict):
-        raise DataError(f"{config_path} must hold a JSON object. Download the model again.")
-    end, size = config.get("eos_token_id"), config.get("vocab_size")
-    end = end[0] if isinstance(end, list) and end else end
-    if type(end) is not int or type(size) is not int:
+    config = _read_options(config_path)
+    ends, size = _ends_of_text(config), config.get("vocab_size")
+    if not ends or {*map(type, [*ends, size])} != {int}:
         raise DataError(
-            f"{config_path} has eos_token_id={end!r:.40} and vocab_size={size!r:.40}; expected the "
-            "id of the token that ends a text, and the number of ids. Add them to the file."
+            f"{config_path} has eos_token_id={config.get('eos_token_id')!r:.40} and "
+            f"vocab_size={size!r:.40}; expected the id of the token that ends a text, and the "
+            "number of ids. Add them to the file."
         )
-    return from_library_json(content, str(path), end=end, vocab_size=size)
+    bos = config.get("bos_token_id")
+    if type(bos) is not int or bos == ends[0] or not _begins_texts(bos, directory, content):
+        return from_library_json(content, str(path), end=ends[0], vocab_size=size)
+    of_generation = _ends_of_text(_read_options(directory / "generation_config.json"))
+    ends = [*dict.fromkeys([*ends, *of_generation])]
+    return from_library_json(content, str(path), end=bos, ends_of_text=ends, vocab_size=size)
+
+
+def _ends_of_text(options: dict[str, Any]) -> list[Any]:
+    ends = options.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _begins_texts(bos: int, directory: Path, content: dict[str, Any]) -> bool:
+    """Whether this id is put before every text: by the template, or in transformers 4 an option."""
+    from data_pipeline.tokenizers.pretrained import library_tokenizer
+
+    if _read_options(directory / "tokenizer_config.json").get("add_bos_token") is True:
+        return True
+    with suppress(ValueError):  # `from_library_json` reports what the library cannot read
+        return library_tokenizer(canonical_json(content)).encode("").ids[:1] == [bos]
+    return False
+
+
+def _read_options(path: Path) -> dict[str, Any]:
+    """The options of a file that a model may lack. Raises DataError if they are no JSON object."""
+    options = read_description(path) if path.exists() else {}
+    if not isinstance(options, dict):
+        raise DataError(f"{path} must hold a JSON object. Download the model again.")
+    return options
 
 
 def read_description(path: DatasetPath) -> Any:

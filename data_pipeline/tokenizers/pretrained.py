@@ -8,7 +8,7 @@ first, because the library would encode their names in a text as the special tok
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from typing import Any, Literal
@@ -54,6 +54,8 @@ class PretrainedDescription(Description):
     """Ids of the model, if it has more of them than the tokenizer has tokens."""
     special_tokens: dict[str, int] = Field(default={}, exclude_if=lambda tokens: not tokens)
     """Those of a model of another program, for the next program. No text encodes to them here."""
+    ends_of_text: list[int] = Field(default=[], exclude_if=lambda ids: not ids)
+    """Those of a model of another program whose texts begin with `end_of_document`."""
     tokenizer: dict[str, Any]
     """The JSON of the library, without special tokens, truncation, padding and templates."""
 
@@ -71,6 +73,7 @@ class PretrainedTokenizer(Tokenizer):
     def __init__(self, description: PretrainedDescription) -> None:
         self.description = description
         self.end_of_document = description.end_of_document
+        self.ends_of_text = tuple(description.ends_of_text)
         content = description.tokenizer
         self._library = library_tokenizer(canonical_json(content))
         tokens = self._library.get_vocab(with_added_tokens=True)
@@ -168,17 +171,22 @@ def is_library_json(content: object) -> bool:
 
 
 def from_library_json(
-    content: dict[str, Any], source: str, *, end: int | None = None, vocab_size: int | None = None
+    content: dict[str, Any],
+    source: str,
+    *,
+    end: int | None = None,
+    ends_of_text: Sequence[int] = (),
+    vocab_size: int | None = None,
 ) -> PretrainedTokenizer:
     """The tokenizer of the library's JSON. `source` names it in errors.
 
     `end`: the id of end-of-document, which no text may encode to. None: a new id after the
     vocabulary. There is one exception: if the file has exactly one special token, and no text
-    encodes to it, end-of-document is the id of that token. `vocab_size`: the number of ids; None is
-    that of the tokens. Raises DataError.
+    encodes to it, end-of-document is the id of that token. `ends_of_text`: other ids that end a
+    generated text. `vocab_size`: the number of ids; None is that of the tokens. Raises DataError.
     """
     try:
-        return _convert(content, end, vocab_size)
+        return _convert(content, end, [*ends_of_text], vocab_size)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{source} is not a usable tokenizer: {error}. Give a tokenizer.json as the tokenizers "
@@ -187,7 +195,7 @@ def from_library_json(
 
 
 def _convert(
-    content: dict[str, Any], given_end: int | None, vocab_size: int | None
+    content: dict[str, Any], given_end: int | None, ends_of_text: list[int], vocab_size: int | None
 ) -> PretrainedTokenizer:
     added = content.get("added_tokens") or []
     special = [entry["content"] for entry in added if entry["special"]]
@@ -216,8 +224,9 @@ def _convert(
         special_tokens={
             token: id_
             for token, id_ in id_of.items()
-            if given_end is not None and (id_ == given_end or token in special)
+            if given_end is not None and (id_ in (given_end, *ends_of_text[:1]) or token in special)
         },
+        ends_of_text=ends_of_text,
         tokenizer=plain,
     )
     tokenizer = PretrainedTokenizer(description)
@@ -232,6 +241,8 @@ def _convert(
         name = next((token for token, id_ in id_of.items() if id_ == given_end), None)
         if name is None or is_written(name):
             raise ValueError(f"{given_end} is not the id of a token that no text has")
+        if missing := {*ends_of_text} - {*id_of.values()}:
+            raise ValueError(f"{min(missing)}, which ends a text, is not the id of a token")
     elif len(special) == 1:
         end = id_of[special[0]]
         # Text with unknown characters encodes to the unknown token.
@@ -261,7 +272,7 @@ def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
         content = json.loads(library.to_str())
     else:
         return None
-    ids = _ids(content)
+    ids = _ids(content) | special
     name = next((token for token, id_ in ids.items() if id_ == end), END_OF_TEXT)
     while ids.get(name, end) != end:  # the vocabulary has this name, for another id
         name = f"<{name}>"
@@ -278,6 +289,14 @@ def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
             f"the tokenizers library gives {moved[0][:40]!r} another id than this model: the file "
             "for other programs needs ids without gaps. Export the model without --format"
         )
+    if tokenizer.ends_of_text:  # of a model whose tokenizer puts this token before every text
+        begin = {"SpecialToken": {"id": name, "type_id": 0}}
+        whole["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [begin, *({"Sequence": {"id": each, "type_id": 0}} for each in "AB")],
+            "special_tokens": {name: {"id": name, "ids": [end], "tokens": [name]}},
+        }
     return whole
 
 

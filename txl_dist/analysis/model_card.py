@@ -156,7 +156,8 @@ def _with_transformers(tokenizer: Tokenizer, prompt: str) -> str:
         return _WITHOUT_TOKENIZER
     begin, documents = "", "No token began a document in training."
     if tokenizer.opens_documents:
-        begin = "tokenizer.bos_token + "
+        # Of some models the tokenizer puts it there.
+        begin = "" if tokenizer.ends_of_text else "tokenizer.bos_token + "
         documents = "Documents began with `tokenizer.bos_token` in training."
     return _WITH_TRANSFORMERS.format(begin=begin, prompt=prompt, documents=documents)
 

@@ -128,9 +128,10 @@ def write_for_transformers(
     options |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype")}
     files: dict[str, Any] = {}
     if tokenizer is not None:
-        end = tokenizer.end_of_document
-        options |= {"bos_token_id": end, "eos_token_id": end}
-        files["generation_config.json"] = {"bos_token_id": end, "eos_token_id": end}
+        begin, *ends = tokenizer.end_of_document, *tokenizer.ends_of_text
+        end = ends if len(ends) > 1 else (ends or [begin])[0]
+        files["generation_config.json"] = {"bos_token_id": begin, "eos_token_id": end}
+        options |= files["generation_config.json"]
         files |= _tokenizer_files(tokenizer)
     state = model.state_dict()
     check_tensors(state, state, origin="the model to write")
@@ -153,12 +154,13 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Any]:
     """None for characters, words and ids, which the library cannot split in the same way."""
     if (library := library_json(tokenizer)) is None:
         return {}
-    end = tokenizer.end_of_document
-    name = next(each["content"] for each in library["added_tokens"] if each["id"] == end)
+    begin = tokenizer.end_of_document
+    end = (*tokenizer.ends_of_text, begin)[0]
+    name_of = {each["id"]: each["content"] for each in library["added_tokens"]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": name,
-        "eos_token": name,
+        "bos_token": name_of[begin],
+        "eos_token": name_of[end],
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }

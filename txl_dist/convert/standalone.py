@@ -353,6 +353,8 @@ class Tokenizer:
         self.id_of = {symbol: number for number, symbol in enumerate(self.symbols)}
         self.end: int = content.get("end_of_document", len(self.symbols))
         """The id of the end of documents, with which they also begin if `opens_documents`."""
+        self.ends = {self.end, *content.get("ends_of_text", ())}
+        """The ids at which a text ends."""
         self.opens_documents: bool = content.get("opens_documents", True)
         self.opens_lines = content.get("lines") == "both"
 
@@ -434,7 +436,7 @@ def generate(
     if not ids:
         raise ValueError("the prompt has no tokens, and no token begins documents: give a text")
     for number in islice(generate_ids(model, ids, **sampling), max_tokens):
-        if number == tokenizer.end:
+        if number in tokenizer.ends:
             break
         new.append(number)
     return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))

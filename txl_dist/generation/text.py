@@ -182,7 +182,7 @@ class GrowingText:
 
     def __init__(self, tokenizer: "Tokenizer", limits: TextLimits, *, after: int | None = None):
         """`after`: the last token of the prompt, see `TextDecoder`."""
-        self._end, self._limits = tokenizer.end_of_document, limits
+        self._ends, self._limits = {tokenizer.end_of_document, *tokenizer.ends_of_text}, limits
         self._decoder = TextDecoder(tokenizer, after=after)
         self._stop_strings = StopStrings(limits.stop)
         self.text = ""
@@ -192,7 +192,7 @@ class GrowingText:
 
     def add(self, token: int) -> str:
         """Add a token to the text; returns what is new and can no longer change."""
-        if token == self._end:
+        if token in self._ends:
             self.finish_reason = "end_of_document"
         elif token in self._limits.stop_tokens:
             self.finish_reason = "stop"

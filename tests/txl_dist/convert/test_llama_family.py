@@ -10,18 +10,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.testing import assert_close
 
 from data_pipeline.tokenizers import ByteTokenizer
+from data_pipeline.tokenizers.loading import OWN_NAME
 from tests.support.commands import run_txl
 from tests.support.small_models import MODERN, random_text, small_model
 from tests.support.tokenizer_families import LIBRARY_OF, tokenizer_of_family
 from txl_dist.convert.hub import write_for_transformers
 from txl_dist.convert.llama_family import family_config, read_family
 from txl_dist.convert.original_model import read_model
-from txl_dist.convert.stored_model import Reading, find_model, write_exported
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.convert.stored_model import FAMILY_READING, Reading, find_model, write_exported
+from txl_dist.errors import CheckpointError, ConfigError, DataError
+from txl_dist.generation.generate import prompt_tokens
+from txl_dist.generation.text import GrowingText, TextLimits
+from txl_dist.harness.model import TransformerXLModel
 from txl_dist.model import encodings
 from txl_dist.model.config import RotaryScaling
 from txl_dist.model.transformer_xl import TransformerXL
@@ -391,6 +396,105 @@ def test_a_model_and_its_tokenizer_give_the_ids_of_transformers(name: str, tmp_p
     assert (theirs.eos_token_id, theirs.bos_token_id) == (end, end)
     assert {*theirs.all_special_ids} >= {end}
     assert found.tokenizer.decode([*found.tokenizer.encode(plain), size - 1]) == plain
+
+
+BEGINNINGS: dict[str, tuple[str, list[str], dict[str, Any], bool]] = {
+    "llama 2, template": ("llama2", ["<s>", "</s>"], {}, True),
+    "llama 2, option": ("llama2", ["<s>", "</s>"], {"add_bos_token": True}, False),
+    "llama 3": ("llama3", ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], {}, True),
+}
+"""The family, its tokens that begin and end texts, options, and whether it has a template."""
+
+
+def llama_with_beginnings(directory: Path, name: str) -> tuple[int, list[int]]:
+    """Write a model whose texts begin with another token than the ones that end them."""
+    family, tokens, options, has_template = BEGINNINGS[name]
+    library = LIBRARY_OF[family]()
+    library.add_special_tokens(tokens)
+    begin, *ends = (library.token_to_id(token) for token in tokens)
+    if has_template:
+        library.post_processor = TemplateProcessing(
+            single=f"{tokens[0]} $A", special_tokens=[(tokens[0], begin)]
+        )
+    ids = {"vocab_size": library.get_vocab_size(), "bos_token_id": begin, "eos_token_id": ends[0]}
+    config = transformers.LlamaConfig(**SIZES | ids)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.save_pretrained(directory)
+    library.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": tokens[0], "eos_token": tokens[1]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **options}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return begin, ends
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_texts_begin_and_end_as_in_transformers(name: str, tmp_path: Path) -> None:
+    begin, ends = llama_with_beginnings(tmp_path / "theirs", name)
+    stored = find_model(tmp_path / "theirs")
+    model, tokenizer = stored.load_with_tokenizer()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    plain = TEXT.replace("<|endoftext|>", "")
+    # transformers 4 obeys the option, 5.24 the template only.
+    first = [] if BEGINNINGS[name][-1] else [begin]
+    assert prompt_tokens(tokenizer, plain) == first + theirs(plain).input_ids
+    assert (tokenizer.end_of_document, [*tokenizer.ends_of_text]) == (begin, ends)
+    assert TransformerXLModel(tmp_path / "theirs").prefix_token_id == begin
+    for token in (begin, *ends):
+        text = GrowingText(tokenizer, TextLimits())
+        text.add(token)
+        assert text.finish_reason == "end_of_document"
+    # And back, also through the format of this program.
+    write_exported(tmp_path / "own", model, tokenizer, FAMILY_READING)
+    (model, tokenizer), out = find_model(tmp_path / "own").load_with_tokenizer(), tmp_path / "back"
+    write_for_transformers(out, model, tokenizer, 8, window=None, card=None)
+    end = ends if len(ends) > 1 else ends[0]
+    for file in ("config.json", "generation_config.json"):
+        options = json.loads((out / file).read_text())
+        assert (options["bos_token_id"], options["eos_token_id"]) == (begin, end)
+    again = transformers.AutoTokenizer.from_pretrained(out)
+    assert (again.bos_token, again.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert again(TEXT).input_ids == first + theirs(TEXT).input_ids
+    assert again(plain, "b").input_ids[0] == begin
+    (out / OWN_NAME).unlink()
+    found = find_model(out).load_with_tokenizer()[1]
+    assert found.digest == tokenizer.digest
+
+
+@pytest.mark.parametrize("change", ["no template", "the end begins texts, too"])
+def test_where_nothing_else_begins_texts_documents_begin_with_their_end(
+    change: str, tmp_path: Path
+) -> None:
+    _, (end,) = llama_with_beginnings(tmp_path, "llama 2, template")
+    file, options = {
+        "no template": ("tokenizer.json", {"post_processor": None}),
+        "the end begins texts, too": ("config.json", {"bos_token_id": end}),
+    }[change]
+    path = tmp_path / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    tokenizer = find_model(tmp_path).load_with_tokenizer()[1]
+    assert (tokenizer.end_of_document, tokenizer.ends_of_text) == (end, ())
+    assert "ends_of_text" not in tokenizer.to_json()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": [2, 10**6]}, "1000000, which ends a text, is"),
+        ("generation_config.json", {"eos_token_id": "x"}, "tokenizer.json is not a usable"),
+        ("generation_config.json", [], "generation_config.json must hold a JSON object"),
+        ("tokenizer_config.json", [], "tokenizer_config.json must hold a JSON object"),
+        ("tokenizer.json", {"model": {}}, "tokenizer.json is not a usable tokenizer"),
+    ],
+)
+def test_options_of_a_text_that_are_malformed_are_refused_by_name(
+    file: str, content: object, message: str, tmp_path: Path
+) -> None:
+    llama_with_beginnings(tmp_path, "llama 2, template")
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message):
+        find_model(tmp_path)
 
 
 @pytest.mark.parametrize("family", LIBRARY_OF)

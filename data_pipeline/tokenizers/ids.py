@@ -68,7 +68,7 @@ class IdTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """[ids]. Raises ConfigError for anything but ids, and their names, between whitespace."""
-        if text.strip(_DECIMAL):
+        if text.strip(_DECIMAL) or text.isspace():  # which `fromstring` reads as a 0
             ids = np.array([self._id(word) for word in text.split()], dtype=np.int64)
         else:  # decimal numbers only, the text that the readers write
             ids = np.fromstring(text, dtype=np.int64, sep=" ")

@@ -162,6 +162,8 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Any]:
         "bos_token": name_of[begin],
         "eos_token": name_of[end],
         "clean_up_tokenization_spaces": False,
+        # Without it, older versions pass token_type_ids, which the models do not take.
+        "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": 10**9,
     }
     return {TOKENIZER_NAME: library, "tokenizer_config.json": settings}

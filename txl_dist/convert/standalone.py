@@ -418,7 +418,8 @@ def draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> in
     """An id with the probability that softmax(logits / temperature) gives it."""
     if temperature == 0:
         return int(logits_V.argmax())
-    p_V = ((logits_V.double() - logits_V.max()) / temperature).softmax(0)
+    scaled_V = (logits_V.double() - logits_V.max()) / temperature
+    p_V = scaled_V.masked_fill(logits_V == -torch.inf, -torch.inf).softmax(0)
     return int((p_V / torch.empty_like(p_V).exponential_(generator=generator)).argmax())
 
 

@@ -343,6 +343,7 @@ def next_tokens(
         return logits_BV.argmax(dim=-1).tolist()
     # Subtract the maximum first, so that division by a small temperature cannot overflow.
     scaled_BV = (logits_BV.double() - largest_B1) / sampling.temperature
+    scaled_BV[logits_BV == -torch.inf] = -torch.inf  # NaN at an infinite temperature
     if sampling.top_k is not None and sampling.top_k < scaled_BV.shape[-1]:
         # By index, because a comparison with the k-th value would keep more than k tokens if
         # several are equal to it. From raw logits, because subtracting the maximum in floating

@@ -36,6 +36,12 @@ def test_names_are_shown_and_understood() -> None:
     assert PLAIN.decode([3, 4, 1]) == "3 4 1"
 
 
+@pytest.mark.parametrize("text", ["", " ", "  \n"])
+def test_a_text_without_ids_has_none(text: str) -> None:
+    for tokenizer in (PLAIN, NAMED):
+        assert tokenizer.encode(text).tolist() == []
+
+
 @pytest.mark.parametrize(
     "text", ["7", "3 99999999999", "9" * 40, "-1", "Pitch_61", "3.0", "٣", "2"]
 )

@@ -518,6 +518,8 @@ def test_bytes_are_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     assert theirs(text).input_ids == [*text.encode()]
     assert theirs.decode([*text.encode()]) == text
     assert theirs("<|endoftext|>").input_ids == [256]
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"]
 
 
 def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:

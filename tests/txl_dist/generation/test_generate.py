@@ -215,6 +215,11 @@ def test_top_p_is_taken_after_temperature_and_top_k() -> None:
     assert {0, 1} <= set(sample(logits_V, hot))
 
 
+def test_an_infinite_temperature_draws_any_possible_token() -> None:
+    sampling = Sampling(temperature=math.inf)
+    assert set(sample(torch.tensor([1.0, -torch.inf, 9.0]), sampling)) == {0, 2}
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=5, top_p=0.9)])
 def test_every_lane_draws_as_torch_multinomial_does_with_its_generator(sampling: Sampling) -> None:
     """So the texts of a seed are those of earlier versions."""

@@ -12,6 +12,7 @@ written: no run knows them.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +29,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
 from txl_dist.evaluation.scores import SCORES
 from txl_dist.events import WallTime, newest_attempt, read_events
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState, load_state
@@ -52,8 +54,8 @@ ids = tokenizer({begin}{prompt}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=100)[0]))
 ```
 
-{documents} The window of its attention, if config.json
-has one, is the memory of its training. With txl-dist this directory is a model like any other."""
+{documents} With txl-dist this directory is a model like any other."""
+_OF_THE_RUN = "Of the run in fp32 with its memory, not of these files:"
 _WITHOUT_TOKENIZER = f"""`AutoModelForCausalLM.from_pretrained(".")` of transformers loads the
 model. transformers has no tokenizer of its kind: token ids are those of `{OWN_NAME}`, which
 txl-dist reads. With txl-dist this directory is a model like any other."""
@@ -77,6 +79,24 @@ From a shell: `python {file} --prompt {prompt}`. With txl-dist this directory is
 model like any other: `txl generate DIRECTORY --prompt TEXT`, `txl eval DIRECTORY DATA`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformersExport:
+    """What a directory of transformers computes."""
+
+    dtype: str
+    window: int | None
+    """Keys that a token sees, its own included; None: all."""
+    nats: float | None = None
+    """Per token of `split` of `data` in fp32, if the window was chosen by it."""
+    data: str = ""
+    split: str = ""
+
+    def is_run(self, config: ModelConfig) -> bool:
+        """Whether it is the function that the run has in fp32 with its memory."""
+        has_window = config.same_length and {*config.mem_lens} == {self.window}
+        return has_window and self.dtype == "float32"
+
+
 def card(
     checkpoint: Path,
     manifest: CheckpointManifest,
@@ -84,18 +104,18 @@ def card(
     tokenizer: Tokenizer,
     *,
     scores: Sequence[Path] = (),
-    export: str = "",
+    export: TransformersExport | None = None,
 ) -> str:
     """The text of README.md. The run directory of the checkpoint may be gone.
 
     `scores`: results of `txl eval --json`; without them all that the run keeps of these weights.
-    `export`: precision and window of a directory that transformers loads; empty for the standalone
-    file.
+    `export`: of a directory that transformers loads; None for the standalone file.
     Raises ConfigError for a model that the standalone file cannot compute, and CheckpointError for
     the score of another model.
     """
-    if not export:
-        require_supported(manifest.architecture)
+    config = manifest.architecture
+    if export is None:
+        require_supported(config)
     stored, run = find_model(checkpoint), run_of(checkpoint)
     state = load_state(checkpoint, manifest)
     results = [read_result(path, model_digest=stored.digest) for path in scores]
@@ -109,25 +129,29 @@ def card(
     is_text = not isinstance(tokenizer, IdTokenizer)
     description = tokenizer.description.model_dump()
     prompt = json.dumps("Once upon a time" if is_text else "60 62 64")
+    score_texts = [*map(_score_of_result, results), *_score_of_training(run, manifest.step)]
+    weights, of_files = "fp32", results
     if export:
         how_to_run = _with_transformers(tokenizer, prompt)
+        how_to_run += "\n\n" + _window(export, config, manifest.segment_len)
+        weights = f"{export.dtype}, window {export.window or 'none'}"
+        of_files, score_texts = _scores_of_files(export, config, results, score_texts)
     else:
         library = " and `pip install tokenizers`" if "tokenizer" in description else ""
         how_to_run = _HOW_TO_RUN.format(file=FILE_NAME, library=library, prompt=prompt)
-    has_memory = manifest.architecture.has_memory
+    has_memory = config.has_memory
     limits = _LIMITS if export else f"{_LIMITS} {_STANDALONE_LIMITS}"
     model_rows = {
         "parameters": f"{num_parameters:,}",
         **_architecture(manifest),
         "tokenizer": f"`{description['type']}`",
-        "weights": f"{export or 'fp32'}, {stored.weights} of the training",
+        "weights": f"{weights}, {stored.weights} of the training",
     }
     start = "" if state.origin is None else ", from the weights of another (see Training)"
-    score_texts = [*map(_score_of_result, results), *_score_of_training(run, manifest.step)]
     parts = [
         _front_matter(
             name,
-            results,
+            of_files,
             library="transformers" if export else "pytorch",
             is_text=is_text,
             has_memory=has_memory,
@@ -160,6 +184,35 @@ def _with_transformers(tokenizer: Tokenizer, prompt: str) -> str:
         begin = "" if tokenizer.ends_of_text else "tokenizer.bos_token + "
         documents = "Documents began with `tokenizer.bos_token` in training."
     return _WITH_TRANSFORMERS.format(begin=begin, prompt=prompt, documents=documents)
+
+
+def _window(export: TransformersExport, config: ModelConfig, segment_len: int) -> str:
+    sees = f"A token sees {export.window or 'all'} tokens up to itself"
+    if config.same_length and export.window == min(config.mem_lens):
+        return f"{sees}, as in training."
+    longest = config.mem_len + segment_len
+    saw = config.mem_len if config.same_length else f"up to {longest}, by its place in a segment"
+    return f"{sees}. In training it saw {saw}: these files compute another function than the run."
+
+
+def _scores_of_files(
+    export: TransformersExport,
+    config: ModelConfig,
+    results: Sequence[EvaluationResult],
+    texts: list[str],
+) -> tuple[list[EvaluationResult], list[str]]:
+    """The results that the exported files have, too, and the texts of all scores, so labelled."""
+    # `--mem-len` of txl eval is another window.
+    of_files = [result for result in results if result.mem_len == config.mem_len]
+    if not export.is_run(config):
+        of_files, texts = [], [*([_OF_THE_RUN] if texts else []), *texts]
+    if export.nats is None:
+        return of_files, texts
+    of_window = (
+        f"With the window of these files, in fp32: {export.nats:.5f} nats per token of split "
+        f"`{export.split}` of `{PurePosixPath(export.data).name}`."
+    )
+    return of_files, [of_window, *texts]
 
 
 def _front_matter(

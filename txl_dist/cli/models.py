@@ -350,7 +350,7 @@ def _export_for_transformers(
 ) -> None:
     import torch
 
-    from txl_dist.analysis.model_card import card
+    from txl_dist.analysis.model_card import TransformersExport, card
     from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
     from txl_dist.convert.hub import write_for_transformers
     from txl_dist.convert.llama_family import require_family
@@ -366,7 +366,10 @@ def _export_for_transformers(
     text = None
     if is_run and tokenizer is not None:
         manifest = load_checkpoint_manifest(stored.path)
-        export = f"{dtype}, window {chosen or 'none'}"
+        nats_of_window = nats.get(chosen or 0)
+        export = TransformersExport(
+            dtype=dtype, window=chosen, nats=nats_of_window, data=data or "", split=split
+        )
         text = card(stored.path, manifest, model, tokenizer, scores=scores, export=export)
     write_for_transformers(
         out, model, tokenizer, stored.tgt_len, window=chosen, dtype=getattr(torch, dtype), card=text

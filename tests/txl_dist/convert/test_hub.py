@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from tests.support.prepared import prepared
 from tests.support.run_directories import evaluation, start, write_events
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
-from txl_dist.analysis.model_card import card
+from txl_dist.analysis.model_card import TransformersExport, card
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.convert.hub import write_for_hub
 from txl_dist.convert.stored_model import Reading, find_model
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.result import EvaluationResult, read_result
+from txl_dist.model.config import ModelConfig
 from txl_dist.training.scores import ScoreTable
 
 ROOT = Path(__file__).parents[3]
@@ -130,6 +132,7 @@ def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path)
     assert "device of a rank" not in export(run, tmp_path / "again")
 
 
+EXPORT = TransformersExport(dtype="float32", window=5)
 CHARACTERS = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["a word"]))
 
 
@@ -147,16 +150,83 @@ def test_a_card_for_transformers_has_a_program_that_runs(
 ) -> None:
     checkpoint = saving.CheckpointDirectory(run).at(2)
     manifest = load_checkpoint_manifest(checkpoint)
-    text = card(checkpoint, manifest, saving.model(2), tokenizer, export="fp32, window 5")
+    text = card(checkpoint, manifest, saving.model(2), tokenizer, export=EXPORT)
     for expected in texts:
         assert expected in text
     assert ("AutoTokenizer" in text) == (len(texts) == 2)
     assert "carried a memory" in text
     model = {**manifest.model, "mem_len": 0}
     bare = manifest.model_copy(update={"model": model})
-    text = card(checkpoint, bare, saving.model(2), tokenizer, export="fp32, window none")
+    text = card(checkpoint, bare, saving.model(2), tokenizer, export=replace(EXPORT, window=None))
     assert "read every segment of a text by itself" in text
     assert "recurrent-memory" not in text
+
+
+@pytest.mark.parametrize(
+    ("same_length", "changes"),
+    [
+        (True, {}),
+        (True, {"dtype": "bfloat16"}),
+        (True, {"window": 4}),
+        (False, {}),
+        (False, {"window": 7, "nats": 2.25, "data": "data/books", "split": "valid"}),
+    ],
+    ids=str,
+)
+def test_metadata_of_a_card_for_transformers_has_scores_of_its_files_only(
+    run: Path, tmp_path: Path, same_length: bool, changes: dict[str, Any]
+) -> None:
+    checkpoint = saving.CheckpointDirectory(run).at(2)
+    manifest = load_checkpoint_manifest(checkpoint)
+    manifest = manifest.model_copy(update={"model": manifest.model | {"same_length": same_length}})
+    scores = [tmp_path / "5.json", tmp_path / "9.json"]  # the memory of training, and another one
+    for path in scores:
+        mem_len = int(path.stem)
+        score = evaluation(find_model(checkpoint).digest, mem_len=mem_len, nats=mem_len / 2)
+        path.write_text(json.dumps(score))
+    text = card(
+        checkpoint,
+        manifest,
+        saving.model(2),
+        ByteTokenizer(),
+        scores=scores,
+        export=replace(EXPORT, **changes),
+    )
+    is_run = same_length and not changes
+    index = yaml.safe_load(text.split("---")[1]).get("model-index", [{"results": []}])
+    metrics = [metric for result in index[0]["results"] for metric in result["metrics"]]
+    values = [metric["value"] for metric in metrics]
+    assert (2.5 in values, 4.5 in values) == (is_run, False)
+    assert ("Of the run in fp32 with its memory, not of these files:" in text) == (not is_run)
+    assert text.count("Protocol: ") == 2
+    assert f"A token sees {changes.get('window', 5)} tokens up to itself" in text
+    assert ("itself, as in training" in text) == (same_length and "window" not in changes)
+    assert ("In training it saw up to 9, by its place" in text) == (not same_length)
+    assert ("In training it saw 5: these" in text) == (same_length and "window" in changes)
+    assert ("2.25000 nats per token of split `valid` of `books`" in text) == ("nats" in changes)
+
+
+def test_the_card_has_the_window_that_data_chose(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 257, "n_layer": 2, "d_model": 6, "n_head": 3, "d_head": 2, "d_inner": 7,
+        "mem_len": 5,
+    }  # fmt: skip
+    config = ModelConfig.of_recipe("modern", **sizes)
+    monkeypatch.setattr(saving, "CONFIG", config)
+    monkeypatch.setattr(
+        saving, "HEADER", saving.HEADER.model_copy(update={"model": asdict(config)})
+    )
+    saving.save(tmp_path / "run", step=2)
+    words = ("--format", "transformers", "--data", dataset, "--split", "valid", "--json")
+    code, output = run_txl("export", tmp_path / "run", *words, "--out", tmp_path / "out")
+    assert code == 0, output
+    window = json.loads(output)["window"]
+    assert window in range(5, 10)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert f"A token sees {window} tokens up to itself. In training it saw up to 9" in text
+    assert re.search(r"fp32: \d\.\d{5} nats per token of split `valid` of `data`", text)
 
 
 def test_scores_are_in_the_card_with_their_protocol_and_as_hubs_read_them(

@@ -133,6 +133,8 @@ def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path)
 
 
 EXPORT = TransformersExport(dtype="float32", window=5)
+ADDS_BEGIN = ByteTokenizer()
+ADDS_BEGIN.ends_of_text = (10,)
 CHARACTERS = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["a word"]))
 
 
@@ -140,10 +142,11 @@ CHARACTERS = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["a
     ("tokenizer", "texts"),
     [
         (ByteTokenizer(), ['tokenizer(tokenizer.bos_token + "Once', "Documents began with"]),
+        (ADDS_BEGIN, ['tokenizer("Once', "Documents began with"]),
         (ByteTokenizer(opens_documents=False), ['tokenizer("Once', "No token began a document"]),
         (CHARACTERS, ["token ids are those of `txl_tokenizer.json`"]),
     ],
-    ids=["bytes", "no begin", "characters"],
+    ids=["bytes", "of Llama", "no begin", "characters"],
 )
 def test_a_card_for_transformers_has_a_program_that_runs(
     run: Path, tokenizer: Tokenizer, texts: list[str]

@@ -89,6 +89,7 @@ class _SymbolTokenizer(Tokenizer):
     """The id of a symbol is its position in `symbols`. The next id is end-of-document."""
 
     lossless = False
+    unknown_id: int
 
     def __init__(self, symbols: list[str], required: set[str], *, opens_documents: bool) -> None:
         if len({*symbols}) < len(symbols) or not {*symbols} >= required:
@@ -112,7 +113,7 @@ class CharTokenizer(_SymbolTokenizer):
         if max(map(len, symbols)) > 1:
             raise ValueError("its symbols are not characters")
         self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
-        self._unknown = symbols.index(UNKNOWN_CHARACTER)
+        self.unknown_id = symbols.index(UNKNOWN_CHARACTER)
 
     @cached_property
     def _code_points(self) -> np.ndarray:
@@ -122,8 +123,8 @@ class CharTokenizer(_SymbolTokenizer):
     @cached_property
     def _id_of(self) -> np.ndarray:
         """[code points]: the id of each character. 2.2 MB of uint16, so `encode` is one lookup."""
-        table = np.full(sys.maxunicode + 1, self._unknown, dtype=token_dtype(self.vocab_size))
-        known = np.flatnonzero(np.arange(len(self.symbols)) != self._unknown)
+        table = np.full(sys.maxunicode + 1, self.unknown_id, dtype=token_dtype(self.vocab_size))
+        known = np.flatnonzero(np.arange(len(self.symbols)) != self.unknown_id)
         table[self._code_points[known]] = known
         return table
 
@@ -135,7 +136,7 @@ class CharTokenizer(_SymbolTokenizer):
         return self.encode("".join(texts)), lengths_of(texts)
 
     def unknown_symbols(self, text: str) -> Counter[str]:
-        is_unknown = self.encode(text) == self._unknown
+        is_unknown = self.encode(text) == self.unknown_id
         return Counter(text[place] for place in np.flatnonzero(is_unknown).tolist())
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
@@ -145,7 +146,7 @@ class CharTokenizer(_SymbolTokenizer):
 
     def token_bytes(self) -> np.ndarray:
         lengths = [len(symbol.encode()) for symbol in self.symbols]
-        lengths[self._unknown] = UNKNOWN_BYTES
+        lengths[self.unknown_id] = UNKNOWN_BYTES
         return np.array([*lengths, 0], dtype=np.int64)
 
 
@@ -168,12 +169,13 @@ class WordTokenizer(_SymbolTokenizer):
         self.lines = lines
         self.cuts = "space" if lines == "end" else "line"
         self._id_of = {symbol: number for number, symbol in enumerate(symbols)}
+        self.unknown_id = self._id_of[UNKNOWN_WORD]
 
     def encode(self, text: str) -> np.ndarray:
         """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""
         text.encode("utf-8")
         symbols = chain.from_iterable(symbols_of(text, self.lines))
-        ids = map(self._id_of.get, symbols, repeat(self._id_of[UNKNOWN_WORD]))
+        ids = map(self._id_of.get, symbols, repeat(self.unknown_id))
         return np.fromiter(ids, dtype=token_dtype(self.vocab_size))
 
     def unknown_symbols(self, text: str) -> Counter[str]:

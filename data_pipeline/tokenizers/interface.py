@@ -62,6 +62,8 @@ class Tokenizer(ABC):
     """Where a text may be cut so that the ids of its parts are those of the whole text."""
     lossless: bool
     """Whether `token_bytes` over the ids of any text sums to its UTF-8 length."""
+    unknown_id: int | None = None
+    """The id of all symbols outside the vocabulary; None if the tokenizer has no such id."""
     description: Description
     encoder: str = ""
     """The library that encodes, with its version; "" if none does."""

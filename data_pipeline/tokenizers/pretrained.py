@@ -92,7 +92,8 @@ class PretrainedTokenizer(Tokenizer):
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
             self.slow_reason, self.cuts = str(reason), "never"
-        self._unknown = _unknown_id(content["model"], tokens)
+        unknown = _unknown_id(content["model"], tokens)
+        self.unknown_id = None if unknown == self.end_of_document else unknown
         self._steps = decoder_steps(content)
         self.lossless = self._steps is not None and bytes_are_exact(content, self._steps)
         library = "tokenizers" if self.slow_reason else "gigatoken"
@@ -129,11 +130,11 @@ class PretrainedTokenizer(Tokenizer):
         return self._library.encode(text, add_special_tokens=False).ids
 
     def unknown_symbols(self, text: str) -> Counter[str]:
-        if self._unknown is None:
+        if self.unknown_id is None:
             return Counter()
         encoding = self._library.encode(text, add_special_tokens=False)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
-        return Counter(text[start:stop] for id_, (start, stop) in tokens if id_ == self._unknown)
+        return Counter(text[start:stop] for id_, (start, stop) in tokens if id_ == self.unknown_id)
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         array = checked_ids(ids, self.vocab_size)

@@ -130,7 +130,8 @@ def print_results(results: Sequence[EvaluationResult], swept: Sequence[str] = ()
 def _print_table(results: Sequence[EvaluationResult], swept: Sequence[str]) -> None:
     names = table_columns(results)
     labels = [SCORES[name].label for name in names]
-    rows = [["checkpoint", "split", *swept, "targets", *labels, "context"]]
+    unknown = ["unknown"] if any(each.unknown_targets for each in results) else []
+    rows = [["checkpoint", "split", *swept, "targets", *unknown, *labels, "context"]]
     for each in results:
         values = [getattr(each, name) for name in swept]
         rows.append(
@@ -138,6 +139,7 @@ def _print_table(results: Sequence[EvaluationResult], swept: Sequence[str]) -> N
                 *(each.checkpoint, each.split),
                 *("none" if value is None else str(value) for value in values),
                 f"{each.tokens_scored:,}",
+                *(f"{each.unknown_targets / each.tokens_scored:.2%}" for _ in unknown),
                 *(SCORES[name].text(each.scores.get(name)) for name in names),
                 f"{each.context_overhead:.1%}{' selected' * bool(each.selected)}",
             ]
@@ -166,6 +168,8 @@ def _print_table(results: Sequence[EvaluationResult], swept: Sequence[str]) -> N
 def _print_result(result: EvaluationResult) -> None:
     print(f"{result.checkpoint} on {result.data}, split {result.split} ({result.mode})")
     print(f"  targets scored   {result.tokens_scored:,}")
+    if number := result.unknown_targets:
+        print(f"  unknown targets  {number:,} ({number / result.tokens_scored:.2%})")
     print(f"  nats             {result.nats:.4f}  ({result.nats_per_token:.4f} per token)")
     for name, value in result.known_scores.items():
         if name != "nats_per_token":

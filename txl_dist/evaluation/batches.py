@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import write_file
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import canonical_json, sha256_of
@@ -272,6 +273,7 @@ class PlannedEvaluation:
         protocol = protocol_line(
             settings,
             num_tokens=sums.num_tokens,
+            unknown_targets=self.text.unknown_targets,
             data=named(self.spec.data.name, self.data_digest),
             model=named(model_name(self.spec.checkpoint), self.spec.digest),
             memory=self.trained.memory,
@@ -305,7 +307,7 @@ def scoring_tasks(
 
     @cache
     def frequency_buckets(data: DatasetPath, split: str) -> NDArray[np.uint8]:
-        return log_bucket(count_tokens(data, split, progress=progress)).astype(np.uint8)
+        return log_bucket(count_tokens(open_split(data, split), progress=progress)).astype(np.uint8)
 
     for spec_number, each in enumerate(planned):
         split = each.counted_split

@@ -28,10 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.streams.order import hash_ids
 from data_pipeline.streams.segments import read_range
-from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.workers import Progress
 from txl_dist.evaluation.scores import SCORES
 
@@ -301,14 +300,17 @@ def counted_split(manifest: ShardManifest, scored: str) -> str:
 
 
 def count_tokens(
-    data: DatasetPath, split: str, *, progress: Progress = lambda label, done, total: None
+    source: SplitReader,
+    *,
+    max_tokens: int | None = None,
+    progress: Progress = lambda label, done, total: None,
 ) -> NDArray[np.int64]:
-    """Occurrences of each token id, [V]."""
-    source = open_split(data, split)
+    """Occurrences of each token id in a split, or in its first `max_tokens` tokens, [V]."""
+    num_tokens = min(max_tokens or source.num_tokens, source.num_tokens)
     count_V = np.zeros(source.manifest.vocab_size, np.int64)
-    for start in range(0, source.num_tokens, COUNTED_TOKENS):
-        stop = min(start + COUNTED_TOKENS, source.num_tokens)
+    for start in range(0, num_tokens, COUNTED_TOKENS):
+        stop = min(start + COUNTED_TOKENS, num_tokens)
         tokens, _ = read_range(source, start, stop)
         count_V += np.bincount(tokens, minlength=len(count_V))
-        progress("counting tokens", stop, source.num_tokens)
+        progress("counting tokens", stop, num_tokens)
     return count_V

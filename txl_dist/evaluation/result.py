@@ -14,7 +14,8 @@ reset stream, weights last, fp32, sdpa on cpu, word = ...
 
 The text is counted in units that do not depend on the tokenizer. The manifest has the counts of
 each split. The first token of a split has no loss, so its text is subtracted; in most datasets it
-is an end-of-document token, which has no text.
+is an end-of-document token, which has no text. An unknown token is easier to predict than the text
+it replaces, so with such targets there are no bits per byte and per character.
 """
 
 import json
@@ -33,6 +34,7 @@ from pydantic import (
     model_validator,
 )
 
+from data_pipeline.errors import counted
 from data_pipeline.shards.manifest import TextCounts, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.shard_writer import count_text
@@ -41,7 +43,7 @@ from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from txl_dist.checkpoint.directory import model_name
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.breakdown import in_range
+from txl_dist.evaluation.breakdown import count_tokens, in_range
 from txl_dist.evaluation.scores import FOLDER, SCORES, LossSums, finish
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class EvaluationResult(BaseModel):
     words_scored: int | None = None
     line_ends_scored: int | None = None
     characters_scored: int | None = None
+    unknown_targets: int = 0
     not_counted: str | None = None
     mode: str
     tgt_len: int
@@ -196,16 +199,19 @@ def named(name: str, digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """The counts of the scored text, or why there are none."""
+    """The counts of the scored text, or why scores of it are missing."""
 
     counts: TextCounts | None = None
-    reason: str = "the text was not counted"
+    reason: str = ""
     document_ends: int = 0
     """End-of-document tokens that were scored."""
     is_word_model: bool = False
     """Every token is a word, the mark of a line or the end of a document."""
     num_bytes: int | None = None
-    """UTF-8 bytes of the text. Most tokenizers normalize it, so their tokens do not tell it."""
+    """UTF-8 bytes of the text, which most tokenizers normalize, so their tokens do not tell it. 0:
+    not known; None: what the tokens tell."""
+    unknown_targets: int = 0
+    """Scored targets that are the tokenizer's unknown token."""
 
     def counted(self, sums: LossSums) -> LossSums:
         """The sums of this text with its bytes, if they are known."""
@@ -224,7 +230,7 @@ class ScoredText:
         `sums`: with the bytes of the text (`counted`).
         """
         named = sums.named
-        if self.counts is not None:
+        if self.counts is not None and not self.unknown_targets:
             named["characters"] = self.counts.characters
         if self.is_word_model:
             named["words"] = named["tokens"]
@@ -238,9 +244,11 @@ class ScoredText:
             "bytes_scored": sums.num_bytes if sums.num_bytes > 0 else None,
             "scores": {name: in_range(value) for name, value in finish(named).items()},
         }
-        if self.counts is None:
-            return content | {"not_counted": self.reason}
-        return content | {f"{name}_scored": count for name, count in self.counts}
+        if self.unknown_targets:
+            content["unknown_targets"] = self.unknown_targets
+        if self.reason:
+            content["not_counted"] = self.reason
+        return content | {f"{name}_scored": count for name, count in self.counts or ()}
 
     @property
     def definition_of_a_word(self) -> str:
@@ -256,19 +264,24 @@ class ScoredText:
 
 
 def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
-    """The text of a split whose targets are all scored; unknown for a part of a split."""
+    """The text of a split whose targets are all scored; not counted for a part of a split."""
     tokenizer = open_tokenizer(source.directory, source.manifest)
     is_word_model = isinstance(tokenizer, WordTokenizer)
-    reason = ""
+    first = source.read(0, 0, 1)
+    reason, unknown_targets = "", 0
+    if tokenizer.unknown_id is not None:
+        count_V = count_tokens(source, max_tokens=max_tokens)
+        unknown_targets = int(count_V[tokenizer.unknown_id] - (first[0] == tokenizer.unknown_id))
     if isinstance(tokenizer, IdTokenizer):
         reason = "the dataset was prepared from token ids, which have no text"
     elif max_tokens is not None and max_tokens < source.num_tokens:
         reason = f"only the first {max_tokens:,} tokens of the split were scored"
     if reason:
-        return ScoredText(reason=reason, is_word_model=is_word_model)
+        return ScoredText(
+            reason=reason, is_word_model=is_word_model, unknown_targets=unknown_targets
+        )
     document_ends = source.entry.documents if tokenizer.opens_documents else 0
     counts, num_bytes = source.entry.text_counts, source.entry.text_bytes
-    first = source.read(0, 0, 1)
     if int(first[0]) == source.manifest.end_of_document:
         document_ends -= 1
     else:
@@ -277,9 +290,11 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
         num_bytes -= len(tokenizer.decode_bytes(first))  # a part of a character is no text
     return ScoredText(
         counts,
+        reason="unknown targets do not tell their text" if unknown_targets else "",
         document_ends=document_ends,
         is_word_model=is_word_model,
-        num_bytes=num_bytes,
+        num_bytes=0 if unknown_targets else num_bytes,
+        unknown_targets=unknown_targets,
     )
 
 
@@ -287,6 +302,7 @@ def protocol_line(
     settings: "EvaluationSettings",
     *,
     num_tokens: float,
+    unknown_targets: int,
     data: str,
     model: str,
     memory: str,
@@ -301,10 +317,12 @@ def protocol_line(
     max_tokens = settings.max_tokens
     is_part = max_tokens is not None and num_tokens == max_tokens - 1
     part = f"first {max_tokens:,} tokens of " if is_part else ""
+    unknown = f"{counted(unknown_targets, 'unknown target')} ({unknown_targets / num_tokens:.2%})"
     parts = [
         f"{part}split {settings.split} of {data}",
         f"model {model}",
         f"{num_tokens:,} tokens scored",
+        *([unknown] if unknown_targets else ()),
         f"mode {settings.mode}",
         f"tgt_len {settings.tgt_len}",
         *([f"memory {memory}"] if memory != "recurrent" else ()),

@@ -79,7 +79,7 @@ MAX_BACKOFF_SECONDS = 30.0
 WATCHDOG_SECONDS = 5.0
 """This long after the deadline, the sender ends even in the middle of a call."""
 EXIT_UNDELIVERED = 75
-_COUNTS = {"tokens_scored", "bytes_scored", "characters_scored", "words_scored"}
+_COUNTS = {"tokens_scored", "bytes_scored", "characters_scored", "words_scored", "unknown_targets"}
 _STEP_NAME = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
 log = logging.getLogger("txl_dist.tracking.sender")

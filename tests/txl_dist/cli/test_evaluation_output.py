@@ -179,10 +179,14 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
 
     planned = [plan_spec(spec, per_document=True)]
     (result,) = evaluate_on_workers(planned, InProcess())
+    tokenizer = find_model(model).load_with_tokenizer()[1]
+    unknown = sum(tokenizer.unknown_symbols(text).total() for text in texts)
+    assert result.unknown_targets == unknown
+    assert bool(unknown) == (family in ("t5", "bert"))
     sizes = [len(text.encode()) for text in texts]
     bits = result.sums.nats / (sum(sizes) * math.log(2))
-    assert result.scores["bits_per_byte"] == pytest.approx(bits)
-    assert result.bytes_scored == sum(sizes)
+    assert result.scores["bits_per_byte"] == (None if unknown else pytest.approx(bits))
+    assert result.bytes_scored == (None if unknown else sum(sizes))
     documents = [json.loads(line)["bytes"] for line in document_lines(planned)]
     tokens_tell_bytes = family in ("gpt2", "llama3", "char")
     assert documents == (sizes if tokens_tell_bytes else [None] * len(texts))
@@ -194,7 +198,6 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
     print_results([content])
     printed = capsys.readouterr().out
     if tokens_tell_bytes:
-        tokenizer = find_model(model).load_with_tokenizer()[1]
         read, _ = read_range(open_split(spec.data, "train"), 0, 6)
         assert content.bytes_scored == len(tokenizer.decode_bytes(read))
         assert "only the first" not in printed.split("protocol")[0]
@@ -206,7 +209,9 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
         assert {json.loads(line)["bytes"] for line in document_lines(planned)} == {None}
 
 
-def test_a_text_with_an_unknown_character_has_no_bytes_of_its_own(tmp_path: Path) -> None:
+def test_a_text_with_an_unknown_character_has_no_bytes_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = ["aab", "ab漢", "ba"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     settings = PrepareSettings(tokenizer="char", vocab_size=4)
@@ -215,7 +220,17 @@ def test_a_text_with_an_unknown_character_has_no_bytes_of_its_own(tmp_path: Path
     spec = evaluation_spec(model, tmp_path / "data", split="train", tgt_len=3, batch=2)
     result, lines = evaluate(spec, InProcess())
     assert [json.loads(line)["bytes"] for line in lines] == [3, None, 2]
-    assert result.sums.num_bytes == 3 + 5 + 2
+    assert (result.scores["bits_per_byte"], result.bytes_scored) == (None, None)
+    assert result.to_json()["unknown_targets"] == 1
+    assert "10 tokens scored, 1 unknown target (10.00%), mode" in result.protocol
+    print_results([result])
+    lines_printed = capsys.readouterr().out.splitlines()
+    assert "  unknown targets  1 (10.00%)" in lines_printed
+    assert "  bytes            not known: unknown targets do not tell their text" in lines_printed
+    print_results([result, result])
+    header, row, *_ = capsys.readouterr().out.splitlines()
+    assert "unknown" in header
+    assert "10.00%" in row
     part = replace(spec, settings=replace(spec.settings, max_tokens=9))
     assert evaluate(part, InProcess())[0].scores["bits_per_byte"] is None
     first = replace(spec, settings=replace(spec.settings, max_tokens=6))

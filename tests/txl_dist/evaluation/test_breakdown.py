@@ -186,7 +186,9 @@ def test_every_token_of_the_split_is_counted_once(
     source = open_split(spec.data, "valid")
     tokens, _ = read_range(source, 0, source.num_tokens)
     calls: list[tuple[str, int, int]] = []
-    count_V = count_tokens(spec.data, "valid", progress=lambda *call: calls.append(call))
+    count_V = count_tokens(
+        open_split(spec.data, "valid"), progress=lambda *call: calls.append(call)
+    )
     assert (count_V == np.bincount(tokens, minlength=manifest.vocab_size)).all()
     assert calls[-1] == ("counting tokens", source.num_tokens, source.num_tokens)
     assert counted_split(manifest, "valid") == "train"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import PrepareSettings, TextCounts
+from data_pipeline.shards.manifest import PrepareSettings, TextCounts, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from tests.support.prepared import prepared
 from txl_dist.evaluation.result import ScoredText, named, protocol_line, scored_text
@@ -57,12 +57,43 @@ def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
         assert text.num_words == source.num_tokens - 1  # so other models are comparable
 
 
+HALF_KNOWN = "a bb  ccc a\n" * 3 + "dddddd\n"
+"""Of its words, a vocabulary of 5 ids has a and bb."""
+
+
 def test_bytes_of_a_word_model_are_those_of_the_text(tmp_path: Path) -> None:
-    """ASCII text, most of whose words are not in the vocabulary."""
-    text = "a bb  ccc a\n" * 3 + "dddddd\n"
-    data = prepared(tmp_path / "data", text, tokenizer="word", vocab_size=5)
-    scores = content_of(scored_text(open_split(data, "train")), nats=20.0, num_tokens=14)
+    """ASCII text, whose spaces no token tells."""
+    data = prepared(tmp_path / "data", HALF_KNOWN, tokenizer="word")
+    scores = content_of(scored_text(open_split(data, "train")), nats=20.0, num_tokens=17)
     assert scores["bits_per_byte"] == pytest.approx(scores["bits_per_character"])
+    assert not {"unknown_targets", "not_counted"} & scores.keys()
+
+
+def test_unknown_targets_are_named_and_leave_no_scores_per_byte_and_character(
+    tmp_path: Path,
+) -> None:
+    data = prepared(tmp_path / "data", HALF_KNOWN, tokenizer="word", vocab_size=5)
+    content = content_of(scored_text(open_split(data, "train")), nats=34.0, num_tokens=17)
+    assert content["unknown_targets"] == 3 + 1  # ccc and dddddd
+    assert (content["bits_per_byte"], content["bits_per_character"]) == (None, None)
+    assert content["word_perplexity"] == pytest.approx(math.exp(2))
+    assert content["not_counted"] == "unknown targets do not tell their text"
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(3, 0), (4, 1), (9, 2), (99, 4)])
+def test_unknown_targets_of_a_part_are_those_that_are_scored(
+    max_tokens: int, expected: int, tmp_path: Path
+) -> None:
+    data = prepared(tmp_path / "data", HALF_KNOWN, tokenizer="word", vocab_size=5)
+    text = scored_text(open_split(data, "train"), max_tokens=max_tokens)
+    assert text.unknown_targets == expected
+
+
+def test_an_unknown_token_that_begins_the_split_is_no_target(tmp_path: Path) -> None:
+    data = prepared(tmp_path / "data", "b a a\n", recipe="wt103", tokenizer="word", min_freq=2)
+    source = open_split(data, "train")
+    assert source.read(0, 0, 1) == open_tokenizer(data).unknown_id
+    assert scored_text(source).unknown_targets == 0
 
 
 def test_half_a_character_that_is_not_scored_is_as_many_bytes_as_its_token(tmp_path: Path) -> None:
@@ -100,6 +131,7 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
     text = ScoredText(TextCounts(words=9, line_ends=3, characters=37), document_ends=2)
     facts: dict[str, Any] = {
         "num_tokens": 1234,
+        "unknown_targets": 0,
         "data": named("books", "0123456789ab" + "c" * 52),
         "model": named("run/step-00000009", "ba9876543210" + "f" * 52),
         "memory": "recurrent",
@@ -115,6 +147,8 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
         "word = whitespace-separated word (9), line end (3) or document end (2) of the text as "
         "prepared, not detokenized"
     )
+    line = protocol_line(settings, **facts | {"unknown_targets": 617})
+    assert "1,234 tokens scored, 617 unknown targets (50.00%), mode exact" in line
     part = replace(settings, clamp_len=None, max_tokens=1235)
     line = protocol_line(part, **facts | {"memory": "tokens"})
     assert line.startswith("first 1,235 tokens of split train of books")

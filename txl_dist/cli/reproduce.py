@@ -246,9 +246,13 @@ class Plan:
     def comparison(
         self, differences: list[str], evaluation: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The content of the result file. A token of enwik8 and text8 is a character there."""
+        """The content of the result file.
+
+        The paper's perplexity is per word and line end, also for lm1b, whose tokens here also mark
+        where lines begin. A token of enwik8 and text8 is a character there.
+        """
         row = self.experiment
-        key = "perplexity" if row.metric == "perplexity" else "bits_per_token"
+        key = "word_perplexity" if row.metric == "perplexity" else "bits_per_token"
         return {
             "experiment": self.name,
             "split": row.split,

@@ -206,7 +206,8 @@ class ScoredText:
     document_ends: int = 0
     """End-of-document tokens that were scored."""
     is_word_model: bool = False
-    """Every token is a word, the mark of a line or the end of a document."""
+    """Every token is a word, the end of a line or the end of a document. Recipe lm1b also marks
+    where a line begins, which papers do not predict."""
     num_bytes: int | None = None
     """UTF-8 bytes of the text, which most tokenizers normalize, so their tokens do not tell it. 0:
     not known; None: what the tokens tell."""
@@ -253,7 +254,7 @@ class ScoredText:
     @property
     def definition_of_a_word(self) -> str:
         if self.is_word_model:
-            return "word = token of the model: a word, the mark of a line or a document end"
+            return "word = token of the model: a word, the end of a line or a document end"
         if self.counts is None:
             return f"words not counted ({self.reason})"
         return (
@@ -266,7 +267,7 @@ class ScoredText:
 def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
     """The text of a split whose targets are all scored; not counted for a part of a split."""
     tokenizer = open_tokenizer(source.directory, source.manifest)
-    is_word_model = isinstance(tokenizer, WordTokenizer)
+    is_word_model = isinstance(tokenizer, WordTokenizer) and tokenizer.lines == "end"
     first = source.read(0, 0, 1)
     reason, unknown_targets = "", 0
     if tokenizer.unknown_id is not None:

@@ -133,6 +133,16 @@ def test_every_experiment_can_be_shrunk_also_for_a_sample_of_its_corpus(
     assert (config.num_steps, config.model.d_model) == (20, 64)
 
 
+@pytest.mark.parametrize("name", experiments())
+def test_the_score_is_per_word_or_per_character(name: str, tmp_path: Path) -> None:
+    """A word is with one mark per line, also for lm1b, whose tokens have two."""
+    experiment, found = experiments()[name], find_published(WT103, write_tokens(tmp_path))
+    plan = Plan(name=name, experiment=experiment, found=found, out=tmp_path)
+    scores = {"perplexity": 20.0, "word_perplexity": 23.5, "bits_per_token": 1.0}
+    expected = 1.0 if name.startswith(("enwik8", "text8")) else 23.5
+    assert plan.comparison([], scores)["score"] == expected
+
+
 @pytest.mark.slow
 def test_a_shrunken_experiment_runs_and_says_what_it_is(tmp_path: Path) -> None:
     write_ptb(tmp_path / "ptb")

@@ -41,7 +41,6 @@ def test_word_perplexity_is_the_loss_per_word_line_end_and_document_end(tmp_path
         {"recipe": "wt103", "format": "text"},
         {"format": "text"},
         {"format": "lines"},
-        {"recipe": "lm1b", "format": "text"},
     ],
     ids=lambda settings: " ".join(settings.values()),
 )
@@ -53,8 +52,20 @@ def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
     text = scored_text(source)
     scores = content_of(text, nats=20.0, num_tokens=source.num_tokens - 1)
     assert scores["word_perplexity"] == scores["perplexity"]
-    if settings.get("recipe") != "lm1b":  # which marks both ends of a line
-        assert text.num_words == source.num_tokens - 1  # so other models are comparable
+    assert text.num_words == source.num_tokens - 1  # so other models are comparable
+
+
+def test_the_words_of_lm1b_are_with_one_mark_per_line(tmp_path: Path) -> None:
+    """Of `<S> the cat sat <S>` the paper's code predicts the cat sat <S>."""
+    settings = {"recipe": "lm1b", "tokenizer": "word", "format": "text"}
+    source = open_split(prepared(tmp_path / "data", *TEXTS, **settings), "train")
+    num_targets = WORDS + 2 * LINE_ENDS - 1
+    assert source.num_tokens - 1 == num_targets == 14
+    scores = content_of(scored_text(source), nats=24.0, num_tokens=num_targets)
+    assert scores["word_perplexity"] == pytest.approx(math.exp(24.0 / 12))
+    assert scores["perplexity"] == pytest.approx(math.exp(24.0 / 14))
+    part = content_of(scored_text(source, max_tokens=9), nats=24.0, num_tokens=8)
+    assert part["word_perplexity"] is None
 
 
 HALF_KNOWN = "a bb  ccc a\n" * 3 + "dddddd\n"

@@ -4,10 +4,12 @@ format are refused by name, and code in them never runs.
 
 import json
 import pickle
+import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from data_pipeline.system.files import sha256_file
+from tests.support.commands import run_txl
+from tests.support.documents import blocks
 from tests.support.hostile_pickle import Hostile
 from tests.support.replayed_models import (
     OWN_GOLDEN,
@@ -75,6 +79,33 @@ def test_state_dict_of_the_original(name: str) -> None:
     nats = nats_of(read_original(FILES[name]).double(), segments)
     for k, nats_BT in enumerate(nats):
         assert_close(nats_BT, torch.from_numpy(arrays[f"nll/{k}"]).t(), rtol=0, atol=1e-10)
+
+
+def test_ids_of_the_original_are_scored_by_the_commands_of_the_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One segment of 64 tokens, with a vocabulary of 50."""
+    monkeypatch.chdir(tmp_path)
+    ids = np.random.default_rng(0).integers(0, 49, 64)
+    corpus = SimpleNamespace(vocab=range(50), test=torch.from_numpy(ids))
+    monkeypatch.setattr(torch, "load", lambda path: corpus)
+    page = blocks("docs/how_to/move_from_another_system.md")
+    program, commands = (block.content for block in page if block.run_by)
+    exec(program, {})
+    unused = capsys.readouterr().out.split()[-1]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert run_txl("import", OWN_GOLDEN / "mem10.npz", "--out", "imported")[0] == 0
+    small = commands.replace("267735", "50").replace("267734", unused)
+    prepare, evaluate = (shlex.split(line)[1:] for line in small.splitlines())
+    assert run_txl(*prepare)[0] == 0
+    code, output = run_txl(*evaluate, "--json")
+    assert code == 0, output
+
+    model, _ = load(tmp_path / "imported")
+    text = torch.tensor([[int(unused), *ids.tolist()]])
+    (nats_BT,) = nats_of(model, [(text[:, :-1], text[:, 1:])])
+    assert json.loads(output)["nats"] == pytest.approx(float(nats_BT.sum()), rel=1e-5)
 
 
 def test_every_other_attention_of_the_original_is_rejected() -> None:

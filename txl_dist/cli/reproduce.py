@@ -72,6 +72,8 @@ class Corpus:
     """By split, as published, with the line ends of word models; {} if not known."""
     words: int | None = None
     """Of the vocabulary, as published, with the line end; None if not known."""
+    differences: tuple[str, ...] = ()
+    """What its recipe does otherwise than the paper's code, with the published files, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +266,7 @@ class Plan:
             "overrides": [*(SHRUNK if self.is_shrunk else ()), *self.overrides],
             "chosen_here": row.ours or None,
             "not_the_papers_data": differences,
+            "not_the_papers_code": list(row.corpus.differences),
             "evaluation": evaluation,
         }
 
@@ -311,8 +314,8 @@ def reproduce(
     """Prepare, train and evaluate one of the paper's experiments.
 
     The result is compared with the paper's. If it is stopped, run it again to continue. Overrides
-    of the config, for example fewer steps, and files that are not as published are listed with the
-    score.
+    of the config, for example fewer steps, files that are not as published, and what differs from
+    the paper's code are listed with the score.
 
     Example: txl reproduce enwik8-base --data downloads/ --ranks 8
     """
@@ -380,6 +383,7 @@ def _text_of(comparison: dict[str, Any]) -> str:
         f"  this run   {'no score' if score is None else f'{score:.4f}'}",
         f"  the paper  {'no result' if published is None else f'{published} ({source})'}",
         *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),
+        *(f"  not as the paper's code: {each}" for each in comparison["not_the_papers_code"]),
         *(f"  not the paper's setting: {each}" for each in comparison["overrides"]),
         f"  not in the paper, chosen here: {comparison['chosen_here'] or 'nothing'}",
     ]

@@ -115,6 +115,8 @@ def test_a_dry_run_checks_the_config_and_starts_nothing(
     assert "optimizer.lr=1e-3" in train
     assert evaluate[evaluate.index("--mem-len") + 1] == ("32" if options else "256")
     assert len(plan["not_the_papers_data"]) == 3
+    (difference,) = plan["not_the_papers_code"]
+    assert f"not as the paper's code: {difference}\n" in run_txl(*words)[1]
     assert plan["shrunk"] == bool(options) == ("NO REPRODUCTION" in run_txl(*words)[1])
     assert run_txl(*words, "optimizer.lr=-1")[0] == 2
     assert [*tmp_path.iterdir()] == [tmp_path / "ptb"]
@@ -141,6 +143,14 @@ def test_the_score_is_per_word_or_per_character(name: str, tmp_path: Path) -> No
     scores = {"perplexity": 20.0, "word_perplexity": 23.5, "bits_per_token": 1.0}
     expected = 1.0 if name.startswith(("enwik8", "text8")) else 23.5
     assert plan.comparison([], scores)["score"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "symbols"),
+    [("enwik8-base", "line breaks"), ("lm1b-base", "the mark where a line begins")],
+)
+def test_symbols_that_only_this_code_scores_are_listed(name: str, symbols: str) -> None:
+    assert any(each.startswith(symbols) for each in experiments()[name].corpus.differences)
 
 
 @pytest.mark.slow

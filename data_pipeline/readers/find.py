@@ -145,6 +145,11 @@ class _Search:
         """The files of one input, each with its kind."""
         archive, inner = (address, "") if self.rules.format == "tar" else split_archive(address)
         files, is_file = list_files(archive, self.out)
+        if not files and list_files(archive, self.out / UNPACKED)[0]:
+            raise DataError(
+                f"{shown(address)}: all files are in the directory of --out, which is not read. "
+                "Choose another --out."
+            )
         in_folder = not is_file and not is_pattern(address)
         if is_file and files[0].suffix.name in ANY_ARCHIVE.difference(ARCHIVES):
             raise ConfigError(
@@ -175,10 +180,14 @@ class _Search:
             place = "matches this" if is_pattern(address) else "in it"
             counts = ", ".join(f"{n} {printable(name)}" for name, n in (+self.ignored).items())
             ignored = f" (ignored: {counts})" if counts else ""
+            format = self.rules.format
+            suffixes = "" if format == "auto" else ", ".join(suffixes_of(format))
+            implied = " (or a --tokenizer of ids)" * (format == "ids")
+            cause = f"--format {format}{implied} reads only {suffixes}. " if suffixes else ""
             raise DataError(
-                f"{shown(address)}: no text {place}{ignored}. Give a folder, archive or pattern "
-                "with text, .jsonl or .parquet files; a pattern matches files, ** matches folders "
-                "of any depth."
+                f"{shown(address)}: no text {place}{ignored}. {cause}Give a folder, archive or "
+                "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
+                "folders of any depth."
             )
         return files
 

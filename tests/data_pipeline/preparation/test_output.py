@@ -28,6 +28,7 @@ from data_pipeline.shards.data_commands import excerpts
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers.ids import IdTokenizer
 from tests.data_pipeline.preparation.preparing import (
     SETTINGS,
     compressed,
@@ -114,6 +115,23 @@ def test_an_input_without_text_is_refused_and_no_output_is_made(
     assert ended.code == 3
     assert cause in ended.err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "cause"),
+    [
+        ("--out", "in", "all files are in the directory of --out, which is not read."),
+        ("--format", "parquet", "(ignored: 1 .txt). --format parquet reads only .parquet, .pq."),
+        ("--tokenizer", "ids.json", "--format ids (or a --tokenizer of ids) reads only .jsonl,"),
+    ],
+)
+def test_the_option_that_leaves_out_all_files_is_named(
+    txl: Txl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, cause: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, {"in/a.txt": "x", "ids.json": IdTokenizer(9, 0, {}).to_json()})
+    ended = txl("prepare", "in", "--out", "out", option, value)
+    assert (ended.code, cause in ended.err) == (3, True), ended.err
 
 
 def test_rejects_below_the_limit_are_listed_and_left_out(txl: Txl, tmp_path: Path) -> None:

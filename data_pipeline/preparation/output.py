@@ -27,9 +27,9 @@ from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputI
 from data_pipeline.readers import InputFile
 from data_pipeline.readers.split_names import list_names
 from data_pipeline.readers.unpack import UNPACKED
+from data_pipeline.shards import REJECTS_NAME
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
-    REJECTS_NAME,
     TOKENIZER_NAME,
     VERSION,
     InputSummary,

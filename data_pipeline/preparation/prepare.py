@@ -34,9 +34,9 @@ from data_pipeline.preparation.work_units import BatchUnit, UnitRunner
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.readers.split_names import count_by_split, list_names
 from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
+from data_pipeline.shards import REJECTS_NAME
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
-    REJECTS_NAME,
     TOKENIZER_NAME,
     DatasetHeader,
     IndexHeader,

@@ -58,6 +58,8 @@ from data_pipeline.readers.text import (
     read_wikitext,
     read_wikitext_rows,
 )
+from data_pipeline.system.path_kind import PathKind, kind_of
+from data_pipeline.system.remote_path import dataset_path
 from data_pipeline.system.sources import is_transient, reject_reason, scheme_of, shown
 
 _MAX_OBJECT_BYTES = 16 * 2**20
@@ -212,6 +214,12 @@ def _require_json_lines(file: InputFile) -> None:
     # One of two lines is enough: the other may be damaged, which the reader reports.
     if not is_array and (is_short or any(isinstance(_parsed(line), dict) for line in lines)):
         return
+    kind = kind_of(dataset_path(file.path).parent)
+    if kind in (PathKind.DATASET, PathKind.CHECKPOINT):
+        raise DataError(
+            f"{shown(posixpath.dirname(file.place) or '.')} is {kind}, not text to prepare. Give "
+            "the text, or exclude this directory by a pattern such as 'in/**/*.txt'"
+        )
     raise DataError(
         f"{shown(file.place)} does not have one JSON object per line. Convert such files and give "
         "the results: jq -c '.[]' FILE.json > FILE.jsonl for one array, jq -c . for objects over "

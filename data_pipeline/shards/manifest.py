@@ -15,7 +15,8 @@ from pydantic import AfterValidator, Field, model_validator
 from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.readers import IdRules, format_names
 from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
-from data_pipeline.shards import MANIFEST_NAME, missing_manifest_error
+from data_pipeline.shards import MANIFEST_NAME, no_dataset_error
+from data_pipeline.system.path_kind import PathKind, kind_of
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict import StrictModel, load_manifest_file, manifest_bytes
@@ -32,7 +33,6 @@ from data_pipeline.tokenizers.training import (
 )
 
 TOKENIZER_NAME = "tokenizer.json"
-REJECTS_NAME = "rejects.jsonl"
 VERSION = 2
 SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
 
@@ -388,16 +388,18 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     path = dataset_path(directory) / MANIFEST_NAME
     try:
         return load_manifest_file(path, ShardManifest)
-    except FileNotFoundError:
-        raise missing_manifest_error(path.parent) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise no_dataset_error(path.parent) from None
     except OSError as error:
         kind = UnreadableError if is_read_failure(error) else DataError
         raise kind(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
+        if kind_of(path.parent) is PathKind.CHECKPOINT:
+            raise no_dataset_error(path.parent) from None
         raise DataError(
             f"{path} {error}. It was edited or damaged, or belongs to another program or another "
-            f"version of txl. Restore it, upgrade txl, or remove {path.parent} and run txl prepare "
-            f"INPUT --out {path.parent}"
+            "version of txl. Restore it, upgrade txl, or make the dataset again in another "
+            "directory: txl prepare INPUT --out DIR"
         ) from error
 
 

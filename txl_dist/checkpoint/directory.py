@@ -33,6 +33,7 @@ from data_pipeline.system.files import (
     try_lock,
     write_file,
 )
+from data_pipeline.system.path_kind import PathKind, kind_of
 from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -339,7 +340,8 @@ def model_name(checkpoint: Path) -> str:
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """The directory of a checkpoint, given as itself, a run directory, or a LATEST or BEST file.
+    """The directory of a checkpoint, given as itself, a run directory, its checkpoints directory,
+    or a LATEST or BEST file.
 
     Raises CheckpointError for any other `path`.
     """
@@ -347,7 +349,9 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if (path / MANIFEST_NAME).is_file():
         return path
     is_pointer = path.is_file() and path.name in POINTERS
-    directory = CheckpointDirectory(path.parent if is_pointer else path)
+    kind = kind_of(path)
+    is_inside = is_pointer or (path.name == "checkpoints" and kind is not PathKind.RUN)
+    directory = CheckpointDirectory(path.parent if is_inside else path)
     step = directory.pointer(path.name) if is_pointer else directory.newest_step()
     if step is not None:
         return directory.at(step)
@@ -356,8 +360,9 @@ def resolve_checkpoint(path: str | Path) -> Path:
             f"{path} names no checkpoint. Give one directly; to list them: "
             f"txl checkpoint list {path.parent}"
         )
+    found = f"is {kind} and contains no complete checkpoint"
     raise CheckpointError(
-        f"{path} {'contains no complete checkpoint' if path.exists() else 'does not exist'}. Give "
+        f"{path} {'does not exist' if kind is PathKind.MISSING else found}. Give "
         "RUN/checkpoints/step-NNNNNNNN, or a run directory with one; runs write them every "
         "training.checkpoint_interval_steps"
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from data_pipeline.system.path_kind import PathKind, kind_of
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict import (
@@ -215,6 +216,10 @@ def load_checkpoint_manifest(checkpoint: DatasetPath) -> CheckpointManifest:
             f"{advice}"
         ) from None
     except ValueError as error:
+        if kind_of(checkpoint) is PathKind.DATASET:
+            raise CheckpointError(
+                f"{checkpoint} is a dataset; expected a run directory or a checkpoint"
+            ) from None
         raise CheckpointError(
             f"{path} {error}; it is damaged or edited, or no checkpoint of this version of txl"
         ) from None

@@ -24,6 +24,7 @@ from txl_dist.cli.options import (
     note,
     open_workers,
     path_argument,
+    require_order,
     running,
     staged_output,
     stoppable,
@@ -179,6 +180,7 @@ def evaluate(
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
     for path in checkpoints:
         checkpoint_path(str(path))  # before torch is imported
+    require_order("eval", checkpoints)
     with running("loading torch"):
         from txl_dist.checkpoint.directory import run_of
         from txl_dist.cli.evaluation_output import print_results

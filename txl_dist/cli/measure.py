@@ -23,6 +23,7 @@ from txl_dist.cli.options import (
     listed_names,
     path_argument,
     print_table,
+    require_order,
     staged_output,
     whole_numbers,
     work_progress,
@@ -92,6 +93,7 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
+    require_order("recl", checkpoints)
     from txl_dist.analysis.recl import measure_group
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.spec import evaluation_spec
@@ -201,6 +203,7 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
+    require_order("attention", [checkpoint])
     from txl_dist.analysis.attention import attention_by_distance, attention_json
     from txl_dist.evaluation.spec import evaluation_spec, plan_evaluation
 

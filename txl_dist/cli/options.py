@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.system.path_kind import PathKind, kind_of
 from txl_dist.errors import CheckpointError, PreemptedError
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ def checkpoint_path(text: str) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     return path
+
+
+def require_order(command: str, checkpoints: Iterable[Path]) -> None:
+    """Raise CheckpointError if a dataset was given before the model."""
+    for path in checkpoints:
+        if kind_of(path) is PathKind.DATASET:
+            raise CheckpointError(
+                f"{path} is a dataset; the order is txl {command} CHECKPOINT DATA"
+            )
 
 
 def listed_names(option: str, text: str) -> list[str]:

@@ -17,6 +17,7 @@ import typer
 
 from data_pipeline.errors import counted
 from data_pipeline.system.files import write_file
+from data_pipeline.system.path_kind import PathKind, kind_of
 from txl_dist.cli.options import (
     AsJson,
     Run,
@@ -124,8 +125,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     from txl_dist.training.state import load_state
 
     directory = CheckpointDirectory(run)
-    if not directory.path.is_dir():
-        raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
+    if (kind := kind_of(run)) is not PathKind.RUN:
+        raise CheckpointError(f"{run} is {kind}; give a run directory")
     pointed = {name: directory.pointer(name) for name in POINTERS}
     scores, rows = ScoreTable(directory, is_due=lambda step: False), []
     for step in directory.steps():

@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data_pipeline.system.path_kind import PathKind, kind_of
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.convert import FORMATS, require_source
 from txl_dist.convert.checks import (
@@ -85,9 +86,10 @@ def read_model(source: Path) -> ForeignModel:
                 f"DATA, txl generate {source} --prompt TEXT"
             )
         return ForeignModel(read_transformers(source), "transformers")
-    is_ours = any((source / name).exists() for name in ("checkpoints", "manifest.json"))
-    hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
-    raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint * is_ours}")
+    kind = kind_of(source)
+    hint = f". To write its model: txl export {source} --out PATH"
+    has_model = kind in (PathKind.RUN, PathKind.CHECKPOINT)
+    raise CheckpointError(f"{source} is {kind}, not a model to import; {FORMATS}{hint * has_model}")
 
 
 _CONFIG = "config_json"

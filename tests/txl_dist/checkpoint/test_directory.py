@@ -180,6 +180,7 @@ def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path
         save(tmp_path, step=step)
     CheckpointDirectory(tmp_path).set_pointer("BEST", 2)
     assert resolve_checkpoint(tmp_path).name == "step-00000011"
+    assert resolve_checkpoint(tmp_path / "checkpoints").name == "step-00000011"
     assert resolve_checkpoint(tmp_path / "LATEST").name == "step-00000011"
     assert resolve_checkpoint(tmp_path / "BEST").name == "step-00000002"
     assert resolve_checkpoint(tmp_path / "checkpoints" / "step-00000002").name == "step-00000002"

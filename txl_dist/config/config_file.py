@@ -28,6 +28,7 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.tokens import AliasToken, AnchorToken, TagToken
 
+from data_pipeline.system.path_kind import PathKind, kind_of
 from txl_dist.config.redaction import redact, redact_field, redact_values
 from txl_dist.config.removed import PAGE, SETTINGS, without_removed
 from txl_dist.config.run_config import RunConfig
@@ -128,7 +129,9 @@ def find_config(given: str | Path) -> Path:
     name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
     named = named_configs().get(name)
     if named is None:
-        raise ConfigError(f"{path} is not a config file{_suggestion(path)}")
+        kind = kind_of(path)
+        found = "does not exist" if kind is PathKind.MISSING else f"is {kind}, not a config file"
+        raise ConfigError(f"{path} {found}{_suggestion(path)}")
     # `txl config init quickstart` writes quickstart.yaml.
     namesake = Path(f"{given}.yaml")
     if namesake.is_file() and not namesake.samefile(named):
@@ -143,7 +146,8 @@ def _suggestion(path: Path) -> str:
     directory = path if path.is_dir() else path.parent
     files = {config.stem: str(config) for config in directory.glob("*.yaml")}
     names = [name for name in named_configs() if name.endswith(f"/{path.stem}")]
-    similar = [files[stem] for stem in difflib.get_close_matches(path.stem, files, n=1)]
+    stem = "config" if (path / "config.yaml").is_file() else path.stem  # of a run directory
+    similar = [files[match] for match in difflib.get_close_matches(stem, files, n=1)]
     similar = similar or names or difflib.get_close_matches(path.stem, named_configs(), n=3)
     meant = f"; did you mean {' or '.join(similar)}?" if similar else "."
     return f"{meant} Configs of the package: txl config list"

@@ -43,9 +43,12 @@ WRONG = {
     ("checkpoint", "verify", "EXPORTED"): (4, "EXPORTED is an exported model and contains no"),
     ("checkpoint", "verify", "NEW_RUN"): (4, "NEW_RUN is a run directory and contains no complete"),
     ("checkpoint", "list", "DATA"): (4, "DATA is a dataset; give a run directory"),
+    ("train", "RUN"): (
         2,
         "RUN is a run directory, not a config file; did you mean RUN/config.yaml?",
     ),
+    ("train", "DATA"): (2, "DATA is a dataset, not a config file"),
+    ("train", "none.yaml"): (2, "none.yaml does not exist"),
     ("prepare", "DATA", "--out", "OUT"): (3, "DATA is a dataset, not text to prepare"),
     ("prepare", "RUN", "--out", "OUT"): (3, f"{CHECKPOINT} is a checkpoint, not text to prepare"),
 }

@@ -293,9 +293,11 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     for name in ("quickstrat.yaml", "quickstart"):
         with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml\?"):
             load_run_config(tmp_path / name)
-    for path in (tmp_path / "z", tmp_path / "none" / "a.yaml", tmp_path):
-        with pytest.raises(ConfigError, match=r"is not a config file.*: txl config list"):
+    for path in (tmp_path / "z", tmp_path / "none" / "a.yaml"):
+        with pytest.raises(ConfigError, match=r"does not exist.*: txl config list"):
             load_run_config(path)
+    with pytest.raises(ConfigError, match=r"is a directory, not a config file.*: txl config list"):
+        load_run_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"directory: \xe9")
     with pytest.raises(ConfigError, match="cannot be read as a text file in UTF-8"):
         load_run_config(tmp_path / "latin.yaml")

@@ -76,7 +76,7 @@ def test_a_name_that_may_also_mean_a_file_here_is_refused() -> None:
         ("wt103-base", "nvidia/wt103-base or paper/wt103-base"),
         ("enwik8-bass", "paper/enwik8-base"),
         ("xyz", ". Configs of the package: txl config list"),
-        ("../configs/quickstart", "not a config file"),
+        ("../configs/quickstart", "does not exist"),
     ],
 )
 @pytest.mark.parametrize("command", [("config", "show"), ("train",)], ids=" ".join)

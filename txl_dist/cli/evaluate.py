@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from data_pipeline.errors import counted
-from data_pipeline.system.files import (
-    explain_disk_errors,
-    require_writable,
-    write_file,
-)
+from data_pipeline.system.files import require_writable, write_file
 from txl_dist.cli.options import (
     CHECKPOINT_HELP,
     TOKENS,
@@ -20,6 +16,7 @@ from txl_dist.cli.options import (
     MemLen,
     TgtLen,
     checkpoint_path,
+    file_argument,
     listed_names,
     note,
     open_workers,
@@ -134,7 +131,7 @@ def evaluate(
             metavar="FILE",
             help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
             "object per line.",
-            parser=path_argument,
+            parser=file_argument,
         ),
     ] = None,
     sweep: Annotated[
@@ -282,10 +279,7 @@ def _score(
                 results = with_differences(score(planned), planned)
                 contents = [each.to_json() for each in results]
                 if per_document:
-                    with explain_disk_errors(
-                        "writing the scores of documents", per_document.parent
-                    ):
-                        write_file(per_document, document_lines(planned))
+                    write_file(per_document, document_lines(planned))
                     note(f"wrote {per_document}")
         with running("recording the scores in MLflow"):
             log_evaluations(each.spec.checkpoint for each in planned)

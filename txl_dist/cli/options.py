@@ -48,6 +48,14 @@ def path_argument(text: str) -> Path:
     return Path(require_local(text))
 
 
+def file_argument(text: str) -> Path:
+    """A `parser=` for typer: a file to write on this machine."""
+    path = path_argument(text)
+    if path.is_dir():  # also an empty text, which is the working directory
+        raise typer.BadParameter(f"{text!r} is a directory; give the path of a file to write")
+    return path
+
+
 def checkpoint_path(text: str) -> Path:
     """A `parser=` for typer: a local path that exists. Raises CheckpointError, before a command
     imports torch.

@@ -22,6 +22,7 @@ from txl_dist.cli.options import (
     AsJson,
     Run,
     SavedCheckpoint,
+    file_argument,
     note,
     path_argument,
     print_result,
@@ -54,7 +55,7 @@ def report(
         typer.Option(
             metavar="FILE",
             help="Default: RUN/report.html, of several runs comparison.html next to the first one.",
-            parser=path_argument,
+            parser=file_argument,
         ),
     ] = None,
 ) -> None:

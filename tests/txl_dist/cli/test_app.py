@@ -142,6 +142,10 @@ def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> N
         ("data verify", "Missing argument 'DIR' (see txl data verify -h)"),
         ("estimate x --gpus", "Option '--gpus' requires an argument (see txl COMMAND -h)"),
         ("bench eval-speed --rounds 0", "equal to 1, found 0 (see txl bench eval-speed -h)"),
+        (
+            "report x --out .",
+            "'--out': '.' is a directory; give the path of a file to write (see txl report -h)",
+        ),
         ("job submit -- train x --rankz 2", "(Possible options: --ranks) (see txl train -h)"),
     ],
 )

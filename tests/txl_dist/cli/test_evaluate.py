@@ -95,6 +95,8 @@ def test_max_tokens_scores_the_start_of_the_split_and_says_so(dataset: Path, run
         ("--sweep", "mem_len=4", "--mem-len", 4),
         ("--sweep", "mem_len=4", "--per-document", "documents.jsonl"),
         ("--per-document", "no such folder/documents.jsonl"),
+        ("--per-document", "."),
+        ("--per-document", ""),
         ("--max-tokens", 1),
     ],
 )

@@ -36,7 +36,7 @@ from txl_dist.config.training_config import OPTIMIZER_RECIPES
 from txl_dist.errors import ConfigError
 from txl_dist.model import config as model_config
 
-REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
+REQUIRED = {"directory": "runs/NAME", "data": {"path": ""}, "training": {"num_steps": 1}}
 """The settings without a default, with some legal value for each."""
 MAX_BYTES = 256 * 1024
 """A longer file is not a run config, and is not read."""

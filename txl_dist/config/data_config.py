@@ -1,5 +1,6 @@
 """Section, the base of all sections, and the section `data`: corpora, and how lanes read them."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,9 +27,13 @@ MAX_LANES, MIN_SEGMENTS = 512, 16
 """Most lanes that were measured; fewest segments of a lane per epoch."""
 
 
-PathText = Annotated[
-    str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
-]
+def expand_home(path: Any) -> Any:
+    """A path as text, with `~` expanded as by a shell; anything else as it is."""
+    # Path.expanduser raises an error for `~NAME` of no user, and changes URLs.
+    return os.path.expanduser(path) if isinstance(path, str | Path) else path  # noqa: PTH111
+
+
+PathText = Annotated[str, BeforeValidator(expand_home)]
 """Text, because a config is YAML. In Python a pathlib.Path can be given."""
 
 

@@ -33,7 +33,7 @@ class RunConfig(Section):
 
     directory: PathText
     """The run directory: config, metrics, logs and checkpoints."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """A stored model from whose weights a new run starts: a run, a checkpoint, RUN/BEST, or a
     directory of `txl import`, `txl export` or transformers. Settings of `model` that the config
     leaves out are those of this model, whatever the recipe."""
@@ -53,7 +53,9 @@ class RunConfig(Section):
 
     @field_validator("directory")
     @classmethod
-    def _reject_url(cls, directory: str) -> str:
+    def _reject_no_directory(cls, directory: str) -> str:
+        if not directory.strip():
+            raise ValueError("is empty; give the run a directory of its own, such as runs/NAME")
         if is_url(directory):
             raise ValueError(
                 f"{shown(directory)!r}: a run needs a directory on a file system, not a URL. Give "

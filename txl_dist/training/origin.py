@@ -24,6 +24,7 @@ from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config import config_file
+from txl_dist.config.data_config import expand_home
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
@@ -60,7 +61,8 @@ def _with_model_of_origin(settings: dict[str, Any], *, resume: str) -> dict[str,
     init_from, given = settings.get("init_from"), settings.get("model") or {}
     if not isinstance(init_from, str) or not isinstance(given, dict):
         return settings
-    name, trained = _model_of_origin(init_from if resume in NO_FORK else resume, settings)
+    source = expand_home(init_from if resume in NO_FORK else resume)
+    name, trained = _model_of_origin(source, settings)
     if "mem_len" not in given and trained.mem_len > LONGEST_MEMORY:
         raise ConfigError(
             f"the model of {name} has mem_len={trained.mem_len}, and so many tokens would be kept "
@@ -78,7 +80,7 @@ def _with_model_of_origin(settings: dict[str, Any], *, resume: str) -> dict[str,
 
 def _model_of_origin(path: str, settings: dict[str, Any]) -> tuple[str, ModelConfig]:
     """The model, and where it was found. Of a run with checkpoints, that of the newest one."""
-    directory, training = settings.get("directory"), settings.get("training")
+    directory, training = expand_home(settings.get("directory")), settings.get("training")
     url = training.get("checkpoint_url") if isinstance(training, dict) else None
     if isinstance(directory, str) and (manifest := newest_of_run(Path(directory), url)):
         return f"the checkpoint of step {manifest.step} of {directory}", manifest.architecture

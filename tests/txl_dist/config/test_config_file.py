@@ -86,6 +86,17 @@ def test_a_recipe_gives_what_the_file_leaves_out(load: Any) -> None:
     assert load(SMALL, "model.recipe=paper") == paper
 
 
+def test_a_path_below_the_home_directory_is_stored_resolved(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(SMALL, "directory=~/run", "data.path=~/d", "init_from=~/m")
+    assert (config.directory, config.data.path) == ("/home/me/run", "/home/me/d")
+    assert config.init_from == "/home/me/m"
+    mixture = load(SMALL, "data={mixture: {a: {path: ~/d, weight: 1}}}").data.mixture
+    assert mixture["a"].path == "/home/me/d"
+
+
 def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> None:
     config = load(
         SMALL + "evaluation:\n",

@@ -356,6 +356,16 @@ def test_missing_or_damaged_weights_leave_the_run_directory_unchanged(
     assert tiny.ranks(2).run(train, spec) == [0, 0]
 
 
+def test_an_origin_below_the_home_directory_gives_its_settings(
+    tiny: TinyRuns, origin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tiny.path))
+    config = spec_of(tiny, "run", f"init_from=~/{origin.name}").config
+    assert (config.init_from, config.model.d_inner) == (str(origin), SIZES["d_inner"])
+    with pytest.raises(ConfigError, match="is the directory of the run"):
+        spec_of(tiny, "run", f"init_from=~/{origin.name}", f"directory=~/{origin.name}")
+
+
 def test_data_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
     tiny: TinyRuns, tmp_path: Path
 ) -> None:

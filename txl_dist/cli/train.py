@@ -110,9 +110,15 @@ def train(
     from txl_dist.training.data import TrainingData
 
     launcher = find_launcher(on or "ray")
+    launcher.check_ranks(rank_range)
+    RunDirectory(spec.run_path).require_usable()
     # Before any rank: one message, instead of one from every rank after a slow start.
     data = TrainingData.open(spec.config, num_ranks=rank_range.maximum)
     check_newest_checkpoint(spec, data)
+    if resume != "auto":
+        from txl_dist.training.resume import check_resume  # imports torch
+
+        check_resume(spec, data)
     check_origin(spec, data)
     if dry_run:
         plan = data.plan

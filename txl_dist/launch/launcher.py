@@ -39,6 +39,9 @@ class Launcher(ABC):
     def rank_group(self, spec: TrainSpec, ranks: RankRange) -> AbstractContextManager[RankGroup]:
         """The ranks of one launch; closed when it ends. Raises ConfigError if it cannot run."""
 
+    def check_ranks(self, ranks: RankRange) -> None:  # noqa: B027 - most can start any
+        """Raise ConfigError for ranks that it can never start. Starts nothing."""
+
     def train(
         self,
         spec: TrainSpec,

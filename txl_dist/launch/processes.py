@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 class ProcessLauncher(Launcher):
     """Trains with processes, evaluates in this process, prepares with processes."""
 
-    @contextmanager
-    def rank_group(self, spec: TrainSpec, ranks: RankRange) -> Iterator["ProcessGroup"]:
+    def check_ranks(self, ranks: RankRange) -> None:
         if ranks.is_elastic:
             raise ConfigError(
                 f"--ranks {ranks} with --on processes: processes of one machine do not come and "
@@ -42,6 +41,10 @@ class ProcessLauncher(Launcher):
                 f"most {counted(num_devices, 'rank')}, or use CPUs: put CUDA_VISIBLE_DEVICES= "
                 "before the command"
             )
+
+    @contextmanager
+    def rank_group(self, spec: TrainSpec, ranks: RankRange) -> Iterator["ProcessGroup"]:
+        self.check_ranks(ranks)
         with closing(ProcessGroup()) as group:
             yield group
 

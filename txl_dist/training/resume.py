@@ -125,6 +125,20 @@ def verify_point(path: Path, world: World) -> ResumePoint:
     return points[0]
 
 
+def check_resume(spec: TrainSpec, data: TrainingData) -> None:
+    """Before the ranks are started: raise what `Resume.find` would raise, except for damage.
+
+    Copies at a URL are left to the ranks, which download them.
+    """
+    directory = CheckpointDirectory(spec.run_path)
+    if spec.config.training.checkpoint_url is None or directory.steps():
+        source = Resume(spec, data, World(0, 1), directory).source(download=False)
+        if isinstance(source, Path):
+            manifest = load_checkpoint_manifest(source)
+            state = load_state(source, manifest)
+            require_compatible(manifest, state, source, spec=spec, data=data)
+
+
 @dataclass(frozen=True)
 class Resume:
     """The choice of a checkpoint, for one spec."""
@@ -142,7 +156,7 @@ class Resume:
         """
         source = do_on_rank_zero(
             self.world,
-            lambda: self._source(download=download),
+            lambda: self.source(download=download),
             name="the choice or download of a checkpoint",
         )
         if source == "new run":
@@ -164,7 +178,7 @@ class Resume:
             )
         return point
 
-    def _source(self, *, download: bool) -> Literal["new run", "own checkpoints"] | Path:
+    def source(self, *, download: bool) -> Literal["new run", "own checkpoints"] | Path:
         """The row of the table, except for damage; a path begins a fork. On rank 0; downloads."""
         spec, directory = self.spec, self.directory
         if not self._is_restart and (steps := directory.steps()):

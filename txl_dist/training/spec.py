@@ -4,6 +4,7 @@ On one host a lock allows one process. Between hosts, each attempt is recorded w
 only the newest attempt may change checkpoints (`txl_dist/checkpoint/attempts.py`).
 """
 
+import errno
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from data_pipeline.shards import MANIFEST_NAME
 from data_pipeline.system.files import is_locked, wait_for_lock
 from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
@@ -108,8 +110,21 @@ class RunDirectory:
         attempt = self.checkpoints.attempt
         return attempt.record.number if attempt else newest_number(self.path / FOLDER)
 
+    def require_usable(self) -> None:
+        """Raises ConfigError for the place of other files or without permission. Writes nothing."""
+        if (self.path / MANIFEST_NAME).is_file():
+            raise ConfigError(
+                f"directory {self.path} holds a dataset or a checkpoint ({MANIFEST_NAME}): the "
+                "files of a run would lie between its files. Choose another with directory=PATH"
+            )
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+            raise self._unusable(OSError(code, os.strerror(code)))
+
     def create(self) -> None:
         """Create the directories. Raises ConfigError if files cannot be written in them."""
+        self.require_usable()
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
@@ -118,10 +133,13 @@ class RunDirectory:
             finally:
                 probe.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"directory {self.path}: a run cannot be written there ({error.strerror}). Choose "
-                "another with directory=PATH, free some space, or change its permissions"
-            ) from None
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"directory {self.path}: a run cannot be written there ({error.strerror}). Choose "
+            "another with directory=PATH, free some space, or change its permissions"
+        )
 
     @property
     def stop_file(self) -> Path:

@@ -16,6 +16,9 @@ from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, train
             2,
             ("--ranks 1:2 with --on processes", "or the address of a Ray cluster"),
         ),
+        (("--resume", "nosuch"), 4, ("nosuch does not exist",)),
+        (("directory=",), 2, ("directory is null",)),
+        (('directory=""',), 2, ("directory: is empty; give the run a directory of its own",)),
         (("--ranks", "6"), 2, ("6 ranks for data.num_lanes=5",)),
         (("--ranks", "2:6"), 2, ("6 ranks for data.num_lanes=5",)),
         (("--allow-change", "optimizer.lrr"), 2, ("did you mean optimizer.lr?",)),
@@ -28,10 +31,13 @@ from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, train
 def test_what_cannot_be_trained_is_refused_with_what_is_legal(
     dataset: Path, tmp_path: Path, words: tuple[str, ...], code: int, texts: tuple[str, ...]
 ) -> None:
-    result, output = run_txl("train", TINY, f"data.path={dataset}", f"directory={tmp_path}", *words)
-    assert result == code, output
-    for text in texts:
-        assert text in output
+    for options in (("--dry-run",), ()):
+        arguments = (f"data.path={dataset}", f"directory={tmp_path}", *words, *options)
+        result, output = run_txl("train", TINY, *arguments)
+        assert result == code, output
+        for text in texts:
+            assert text in output
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.fault_row(26)
@@ -45,6 +51,11 @@ def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_st
         code, output = run_txl(*words, change, "--dry-run")
         assert code == 4
         assert change.partition("=")[0] in output
+    code, output = run_txl(*words, "--dry-run", "--resume", "never")
+    assert (code, "--resume never would overwrite it" in output) == (2, True)
+    fork = (f"directory={tiny.path / 'fork'}", "--resume", tiny.path, "--dry-run")
+    assert run_txl(*words, *fork)[0] == 0
+    assert run_txl(*words, *fork, "model.n_layer=1")[0] == 4
     allowed = ("optimizer.lr=0.5", "--allow-change", "optimizer.lr", "--dry-run")
     assert run_txl(*words, *allowed)[0] == 0
     factor = ("optimizer.lr_factors={head: 2}", "--allow-change", "optimizer.lr_factors.head")
@@ -77,10 +88,15 @@ def test_a_run_directory_that_cannot_be_written_is_refused_first(
     dataset: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    arguments = (f"data.path={dataset}", f"directory={tmp_path / 'file' / 'run'}")
-    code, output = run_txl("train", TINY, *arguments, "--on", "processes")
-    assert code == 2
-    assert "directory=PATH" in output
+    before = sorted(dataset.iterdir())
+    for directory in (tmp_path / "file", tmp_path / "file" / "run", dataset):
+        for options in (("--dry-run",), ("--on", "processes")):
+            arguments = (f"data.path={dataset}", f"directory={directory}", *options)
+            code, output = run_txl("train", TINY, *arguments)
+            assert code == 2
+            assert "directory=PATH" in output
+    assert "holds a dataset or a checkpoint (manifest.json)" in output
+    assert sorted(dataset.iterdir()) == before
 
 
 def test_torchrun_trains_too(dataset: Path, tmp_path: Path) -> None:

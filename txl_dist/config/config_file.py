@@ -15,6 +15,7 @@ anchors and aliases (nested ones expand exponentially), and numbers that are not
 import difflib
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -40,6 +41,21 @@ REQUIRED = {"directory": "runs/NAME", "data": {"path": ""}, "training": {"num_st
 """The settings without a default, with some legal value for each."""
 MAX_BYTES = 256 * 1024
 """A longer file is not a run config, and is not read."""
+ALIASES = {
+    "batch_size": "data.num_lanes, or data.lanes_per_step",
+    "hidden_size": "model.d_model",
+    "learning_rate": "optimizer.lr",
+    "max_steps": "training.num_steps",
+    "seq_len": "data.tgt_len",
+}
+"""Our settings by the names that others give them."""
+EXPECTED = {
+    "tracking.uri": "the address of a server or database, such as http://HOST:PORT or "
+    "sqlite:///PATH/mlflow.db",
+    "tracking.experiment": "letters, digits, spaces and the characters . : @ / + - _",
+    "training.checkpoint_url": "a URL such as s3://BUCKET/PATH or gs://BUCKET/PATH",
+}
+"""What settings that have a pattern can be."""
 _PACKAGE = Path(__file__).parents[1]
 _TEXT = "tag:yaml.org,2002:str"
 
@@ -232,7 +248,13 @@ class _Source:
         raise ConfigError("\n  ".join(problems))
 
     def _origin(self, path: KeyPath) -> str:
-        """The override or the line that set `path`, or the nearest section above it."""
+        """The override or the line that set `path`, or the nearest section above it.
+
+        Of a section that is not in the file, the overrides in it.
+        """
+        below = [origin for key, origin in self._origins.items() if key[: len(path)] == path]
+        if path and path not in self._origins and below:
+            return ", ".join(below)
         above = (path[:length] for length in range(len(path), 0, -1))
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
@@ -277,6 +299,8 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         yield f"{name} is missing; give it a value (example: txl config show quickstart)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
+    elif kind == "string_pattern_mismatch" and name in EXPECTED:
+        yield f"{name} is {_show(name, value)}; expected {EXPECTED[name]}"
     else:
         # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
         rule = str(error["msg"])
@@ -289,8 +313,11 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
 def nearest_setting(name: str) -> str:
     """A hint for an unknown name: the same one in another section, or a similar one."""
     legal = [*flatten_settings(REQUIRED), *default_settings(), "data.mixture.NAME.weight"]
-    same = [key for key in legal if key.endswith(f".{name.rpartition('.')[2]}")]
-    nearest = same or difflib.get_close_matches(name, legal, n=1)
+    last = name.rpartition(".")[2]
+    same = [key for key in legal if f".{key}".endswith(f".{last}")]
+    same += [ALIASES[last]] if last in ALIASES else []
+    sections = {key.partition(".")[0] for key in legal}
+    nearest = same or difflib.get_close_matches(name, [*legal, *sections], n=1)
     return f"did you mean {nearest[0]}?" if nearest else "all settings: txl config show quickstart"
 
 
@@ -306,14 +333,14 @@ def _show(name: str, value: Any) -> str:
 _REFUSED = {TagToken: "a YAML tag", AnchorToken: "an anchor", AliasToken: "an alias"}
 
 
+_QUOTE = "Quote text that contains ': ', '#' or brackets, and indent with spaces"
+
+
 class YamlTextError(Exception):
     """Text that cannot be read. `place` is `:LINE:COLUMN`, from 1, or empty."""
 
-    def __init__(self, message: str, mark: Any = None) -> None:
-        super().__init__(
-            f"not valid YAML: {message}. Quote text that contains ': ', '#' or brackets, and "
-            "indent with spaces"
-        )
+    def __init__(self, message: str, mark: Any = None, *, advice: str = _QUOTE) -> None:
+        super().__init__(f"not valid YAML: {message}. {advice}")
         self.place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
 
 
@@ -357,9 +384,7 @@ def read_yaml(text: str) -> YamlDocument:
         if node is None:
             return YamlDocument(None, {})
         _record_lines(node, (), lines)
-        value = yaml.constructor.construct_document(node)
-        json.dumps(value, allow_nan=False)  # raises ValueError
-        return YamlDocument(value, lines)
+        return YamlDocument(yaml.constructor.construct_document(node), lines)
     except MarkedYAMLError as error:
         raise YamlTextError(str(error.problem), error.problem_mark) from None
     except (YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
@@ -394,6 +419,11 @@ def _record_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int]) -> None:
             _record_lines(value_node, (*path, key), lines)
     elif str(node.tag).endswith(":timestamp"):
         node.tag = _TEXT
+    elif str(node.tag).endswith(":float") and not math.isfinite(
+        _yaml().constructor.construct_yaml_float(node)
+    ):
+        message = f"{dotted(path) or 'the value'} is {node.value}"
+        raise YamlTextError(message, node.start_mark, advice="A number must be finite")
 
 
 def dotted(path: KeyPath) -> str:

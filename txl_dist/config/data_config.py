@@ -82,13 +82,13 @@ class DataConfig(Section):
     """Several corpora with the same tokenizer, e.g. `{web: {path: data/web, weight: 3}, ...}`."""
     path: PathText | None = Field(default=None, validate_default=True)
     """Directory that `txl prepare` wrote, relative to the working directory; or the URL of one."""
-    num_lanes: int = Field(default=16, ge=1)
+    num_lanes: int = Field(default=16, ge=1, lt=2**63)
     """Streams of text, each with its memory: the rows of the global batch, unless `lanes_per_step`
     is set. Does not depend on the number of ranks, which share the lanes."""
-    lanes_per_step: int | None = Field(default=None, ge=1)
+    lanes_per_step: int | None = Field(default=None, ge=1, lt=2**63)
     """Rows of the global batch: the lanes that one step reads, in turns. null: all of `num_lanes`,
     which must be a multiple. With turns, successive steps read other documents."""
-    tgt_len: int = Field(default=128, ge=1)
+    tgt_len: int = Field(default=128, ge=1, lt=2**63)
     """Tokens of each of its lanes in a step: one segment, or `training.backprop_segments` of
     them."""
     reset: Literal["document", "stream"] = "document"

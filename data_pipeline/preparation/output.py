@@ -133,10 +133,8 @@ def require_usable_input(
         )
     elif rejected and (rejected > max_reject_rate * records or not num_documents):
         first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
-        problem = (
-            f"{rejected:,} of {records:,} records cannot be used, the limit is "
-            f"{max_reject_rate:.4%}"
-        )
+        limit = f"the limit is {max_reject_rate:.4%}" if num_documents else "and none is left"
+        problem = f"{rejected:,} of {records:,} records cannot be used, {limit}"
     elif not num_documents:
         raise DataError(
             f"the input holds no text: {counted(len(index.files), 'file')}, "
@@ -151,9 +149,10 @@ def require_usable_input(
     shown = "".join(f"\n  {reject}" for reject in first[:MAX_SHOWN_REJECTS])
     if count > MAX_SHOWN_REJECTS:
         shown += f"\n  and {count - MAX_SHOWN_REJECTS:,} more"
+    accept = f", or accept the loss with {rate}" if num_documents else ""
     raise DataError(
         f"{problem}; no dataset was written.{shown}\nAll are listed in {out / REJECTS_NAME}. "
-        f"Repair them and run this again, or accept the loss with {rate}."
+        f"Repair them and run this again{accept}."
     )
 
 

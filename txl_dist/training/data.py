@@ -96,20 +96,23 @@ class TrainingData:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config.evaluation.split, corpora)
         plan = phase.plan(tgt_len=config.data.tgt_len, num_turns=config.data.num_turns)
+        if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
+            num_lanes = num_ranks * plan.num_turns
+            raise ConfigError(
+                f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
+                f"a lane. Start at most {counted(rows, 'rank')}, or set for example "
+                f"data.lanes_per_step={num_ranks} and data.num_lanes={num_lanes}"
+            )
         plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
         if plan.tgt_len > plan.lane_tokens:
             lanes, rows = lanes_for(plan.num_tokens, rows=config.data.rows, tgt_len=plan.tgt_len)
+            take = f"take data.num_lanes={lanes} and data.lanes_per_step={rows}, "
+            take = take if plan.tgt_len <= plan.num_tokens else ""  # one lane can be too short
             raise ConfigError(
                 f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
                 f"{plan.num_tokens:,} tokens, {plan.lane_tokens:,} for each of data.num_lanes="
-                f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, take "
-                f"data.num_lanes={lanes} and data.lanes_per_step={rows}, or prepare more text"
-            )
-        if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
-            raise ConfigError(
-                f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
-                f"a lane. Start at most {counted(rows, 'rank')}, or set lanes_per_step to "
-                f"{num_ranks} or more"
+                f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, {take}or "
+                "prepare more text"
             )
         return cls(corpora, evaluation, tokenizer, phase, plan, model_config)
 

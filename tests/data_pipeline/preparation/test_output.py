@@ -134,6 +134,16 @@ def test_the_option_that_leaves_out_all_files_is_named(
     assert (ended.code, cause in ended.err) == (3, True), ended.err
 
 
+def test_no_higher_rate_is_advised_if_no_record_can_be_used(txl: Txl, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("{broken\n" * 3)
+    words = ("prepare", tmp_path / "in.jsonl", "--out", tmp_path / "out")
+    for rate in (0.5, 1):
+        ended = txl(*words, "--max-reject-rate", rate)
+        assert ended.code == 3
+        assert "3 of 3 records cannot be used, and none is left" in ended.err
+        assert "max-reject-rate" not in ended.err
+
+
 def test_rejects_below_the_limit_are_listed_and_left_out(txl: Txl, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {number}"}) for number in range(99)]
     lines.insert(40, "{broken")

@@ -16,6 +16,16 @@ from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, train
             2,
             ("--ranks 1:2 with --on processes", "or the address of a Ray cluster"),
         ),
+        (
+            ("--ranks", "7", "data.lanes_per_step=5"),
+            2,
+            ("7 ranks for data.lanes_per_step=5", "data.lanes_per_step=7 and data.num_lanes=7"),
+        ),
+        (
+            ("--ranks", "7", "data.num_lanes=10", "data.lanes_per_step=5"),
+            2,
+            ("set for example data.lanes_per_step=7 and data.num_lanes=14",),
+        ),
         (("--resume", "nosuch"), 4, ("nosuch does not exist",)),
         (("directory=",), 2, ("directory is null",)),
         (('directory=""',), 2, ("directory: is empty; give the run a directory of its own",)),
@@ -38,6 +48,16 @@ def test_what_cannot_be_trained_is_refused_with_what_is_legal(
         for text in texts:
             assert text in output
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("tgt_len", "one_lane_is_enough"), [(9_000, True), (9_999_999, False)])
+def test_fewer_lanes_are_advised_only_if_one_is_long_enough(
+    dataset: Path, tmp_path: Path, tgt_len: int, one_lane_is_enough: bool
+) -> None:
+    words = (f"data.path={dataset}", f"directory={tmp_path}", f"data.tgt_len={tgt_len}")
+    code, output = run_txl("train", TINY, *words, "--dry-run")
+    assert (code, "Set data.tgt_len to at most" in output) == (2, True)
+    assert ("take data.num_lanes=1 and data.lanes_per_step=1" in output) == one_lane_is_enough
 
 
 @pytest.mark.fault_row(26)

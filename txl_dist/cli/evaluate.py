@@ -82,7 +82,9 @@ def evaluate(
     clamp_len: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Larger distances share one encoding; 0: no limit. Default: as in training."
+            min=0,
+            max=2**31 - 1,
+            help="Larger distances share one encoding; 0: no limit. Default: as in training.",
         ),
     ] = None,
     same_length: Annotated[

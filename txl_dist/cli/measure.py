@@ -57,7 +57,9 @@ def recl(
     ],
     data: EvaluationData,
     split: Annotated[str, typer.Option(help="Split to sample targets from.")] = "valid",
-    max_context: Annotated[int, typer.Option(min=2, help="Longest context in tokens.")] = 512,
+    max_context: Annotated[
+        int, typer.Option(min=2, max=10**6, help="Longest context in tokens.")
+    ] = 512,
     delta: Annotated[
         int, typer.Option(min=1, help="Step between contexts; the first context is one step.")
     ] = 32,
@@ -348,7 +350,7 @@ def recall(
     from txl_dist.convert.stored_model import find_model
     from txl_dist.runtime.device import default_device
 
-    stored, lengths = find_model(checkpoint), whole_numbers("--distances", distances)
+    lengths, stored = whole_numbers("--distances", distances), find_model(checkpoint)
     try:
         config = stored.config.with_mem_len(mem_len)
     except ValueError as error:

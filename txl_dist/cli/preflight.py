@@ -160,6 +160,7 @@ def estimate(
         float | None,
         typer.Option(
             min=1e-6,
+            max=1e6,
             help="Peak of one GPU.",
             show_default="A100: 312 bf16, 19.5 fp32; of a CPU, measured",
         ),

@@ -151,7 +151,7 @@ def prepare(
         ),
     ] = "none",
     shard_size: Annotated[
-        int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")
+        int, typer.Option(metavar="MIB", max=2**20, help="Maximum MiB of text per shard.")
     ] = 64,
     workers: NumWorkers = 1,
     on: On = "processes",

@@ -83,7 +83,7 @@ def test_eval_speed_prints_one_object_or_a_table(dataset: Path, tmp_path: Path) 
     code, output = run_txl("bench", "eval-speed", "--attention-length", 30, *words[2:])
     assert code == 0, output
     assert all(text in output for text in (str(model), "0.8 to 1.25"))
-    for wrong in ("", "x", "0"):
+    for wrong in ("", "x", "0", "99999999999"):
         code, output = run_txl("bench", "eval-speed", "--attention-length", wrong)
         assert (code, "separated by commas" in output) == (2, True)
 
@@ -195,5 +195,7 @@ def test_recall_prints_a_table_or_one_object(dataset: Path, tmp_path: Path) -> N
     content = json.loads(output)
     assert (code, content["mem_len"], content["text"]) == (0, 3, "random tokens")
     assert [row["distance"] for row in content["rows"]] == [16, 30]
+    code, output = run_txl("bench", "recall", model, "--distances", "99999999999")
+    assert (code, "--distances '99999999999': expected" in output) == (2, True)
     code, output = run_txl("bench", "recall", model, "--distances", "5")
     assert (code, "would overlap" in output) == (2, True)

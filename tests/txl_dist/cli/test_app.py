@@ -146,6 +146,14 @@ def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> N
             "report x --out .",
             "'--out': '.' is a directory; give the path of a file to write (see txl report -h)",
         ),
+        (
+            "estimate x --gpus 1 --peak-tflops inf",
+            "equal to 1000000, found inf (see txl estimate -h)",
+        ),
+        (
+            "prepare x --out y --shard-size 9999999",
+            "equal to 1048576, found 9999999 (see txl prepare -h)",
+        ),
         ("job submit -- train x --rankz 2", "(Possible options: --ranks) (see txl train -h)"),
     ],
 )

@@ -98,6 +98,7 @@ def test_max_tokens_scores_the_start_of_the_split_and_says_so(dataset: Path, run
         ("--per-document", "."),
         ("--per-document", ""),
         ("--max-tokens", 1),
+        ("--clamp-len", 10**20),
     ],
 )
 def test_impossible_evaluations_are_usage_errors(

@@ -202,8 +202,8 @@ def measure_group(
     `specs`: by the name that is published, because RECL depends on the group; all have the same
     data and split, and the batch size counts windows. `contexts` rise by equal steps. Calls
     `on_progress(targets scored, targets)`, of all models. Holds one model at a time. Raises
-    ConfigError for invalid options, DataError if tokenizers differ or no target has enough context,
-    and CheckpointError for damaged weights.
+    ConfigError for invalid options and contexts that a model cannot use, DataError if tokenizers
+    differ or no target has enough context, and CheckpointError for damaged weights.
     """
     if bad := [r for r in r_values if not 0 < r <= 1]:
         raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
@@ -229,6 +229,13 @@ def measure_group(
     losses, models = [], []
     for name, spec in specs.items():
         scorer, model = _open(name, spec)
+        if (limit := scorer.max_context) <= contexts[0]:
+            longest = limit if len(specs) == 1 else contexts[-1]
+            raise ConfigError(
+                f"{name} uses at most {counted(limit, 'token')} of context, and the first context "
+                f"is {contexts[0]}: its loss is the same at all of them, so its RECL cannot be "
+                f"measured. Give --max-context {longest} --delta {max(1, limit // 4)}"
+            )
         losses.append(
             measure_losses(
                 scorer,

@@ -92,6 +92,16 @@ def test_invalid_options_are_refused(
     assert (code, message in output) == (exit_code, True), output
 
 
+def test_contexts_that_a_model_cannot_use_measure_nothing(group: list[Path], dataset: Path) -> None:
+    _, vanilla = group  # 12 tokens
+    code, output = run_txl("recl", vanilla, dataset, "--max-context", 48, "--delta", 12)
+    assert code == 2
+    assert "uses at most 12 tokens of context, and the first context is 12" in output
+    assert output.endswith("Give --max-context 12 --delta 3")
+    code, output = run_txl("recl", vanilla, dataset, *output.split()[-4:], "--positions", 9)
+    assert code == 0, output
+
+
 def test_one_name_for_two_models_is_refused(group: list[Path], dataset: Path) -> None:
     code, output = run_txl("recl", group[0], group[0], dataset, *SMALL)
     assert (code, "different names" in output) == (2, True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import printable
+from data_pipeline.errors import ConfigError, printable
 from data_pipeline.preparation.documents import Documents
 from data_pipeline.preparation.output import (
     claim_staging,
@@ -62,6 +62,8 @@ from data_pipeline.tokenizers import (
 )
 
 DEFAULT_MAX_REJECT_RATE = 0.001
+KINDS_WITHOUT_KEYS = {"text", "lines", "blank_lines", "wikitext", "binary"}
+"""Kinds of files of which `--text-key` decides nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,10 @@ def prepare_dataset(
         workers: None runs everything in this process.
         note: receives messages for the user, one line each.
 
-    Raises ConfigError for splits that contradict each other. Raises DataError for an input without
-    usable text, for too many rejects and for an `out` that holds something else. Raises
-    UnfinishedError for a full or failing disk, a failing server and dead workers; finished units
-    are then kept.
+    Raises ConfigError for splits that contradict each other, and for a key of files that have none.
+    Raises DataError for an input without usable text, for too many rejects and for an `out` that
+    holds something else. Raises UnfinishedError for a full or failing disk, a failing server and
+    dead workers; finished units are then kept.
     """
     started = time.monotonic()
     workers = workers or InProcess()
@@ -128,6 +130,11 @@ def prepare_dataset(
         read_as = inputs_found.read_as
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)
+        if settings.text_key != "text" and {file.kind for file in files} <= KINDS_WITHOUT_KEYS:
+            raise ConfigError(
+                f"--text-key {settings.text_key!r}: no file of the input has keys or columns, it "
+                f"is read {list_read_as(read_as)}; omit it"
+            )
         # Not of kind text, which are counted as empty documents, such as __init__.py. A URL without
         # a version mark may have an unknown size.
         empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]

@@ -10,7 +10,7 @@ model then reads another text than the one that was given, which is reported.
 import codecs
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -66,6 +66,10 @@ KEYS = ("prompt", "text", "ids")
 """Keys of a JSON line; the first that is there has the prompt. That of "ids" is token ids."""
 
 
+OPTIONS = {field.name for options in (Sampling, TextLimits) for field in fields(options)} | {"seed"}
+"""Keys that a line cannot have. Any others, such as "id", are ignored."""
+
+
 def read_prompts(path: Path) -> list[str | list[int]]:
     """The prompts of a file, one per line: texts or token ids.
 
@@ -95,6 +99,11 @@ def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
     if not is_json:
         return line
     content = JSON_DECODER.decode(line)
+    if isinstance(content, dict) and (options := sorted(OPTIONS & content.keys())):
+        raise ValueError(
+            f'"{options[0]}" is an option of all prompts, and would be ignored here. Give it on '
+            "the command line (txl generate -h)"
+        )
     for key in KEYS if isinstance(content, dict) else ():
         if key in content:
             prompt: str | list[int] = content[key]

@@ -100,6 +100,10 @@ IDS = ("--format", "ids", "--vocab-size", 5, "--end-of-document", 0)
         ((*IDS, "--dtype", "float32"), "--dtype 'float32'"),
         ((*IDS, "--recipe", "wt103"), "--recipe 'wt103': wt103 is for tokenizer word"),
         (IDS[4:], "--end-of-document 0: is for format ids"),
+        (
+            ("--text-key", "body"),
+            "--text-key 'body': no file of the input has keys or columns, it is",
+        ),
         (("--names", "names.json"), "--names is for --format ids"),
     ],
 )

@@ -133,6 +133,11 @@ def test_json_lines_can_have_line_ends_and_be_empty(tmp_path: Path) -> None:
         ("p.jsonl", b'["x"]', 'a key "prompt", "text" or "ids"'),
         ("p.jsonl", b'{"Prompt": "x"}', 'a key "prompt", "text" or "ids"'),
         ("p.jsonl", b'{"ids": "5 6"}', '"ids" has the type str'),
+        (
+            "p.jsonl",
+            b'{"prompt": "x", "max_tokens": 3}',
+            '"max_tokens" is an option of all prompts',
+        ),
         ("p.jsonl", b'{"prompt": 5}', '"prompt" has the type int'),
         ("p.jsonl", b'{"text": "\\ud800"}', "surrogates not allowed"),
         ("p.jsonl", b"[" * 100_000, "maximum recursion depth"),

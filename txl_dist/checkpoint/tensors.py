@@ -241,8 +241,8 @@ def chosen_weights(
     has_average = AVERAGE in manifest.optimizer_states
     if weights == "averaged" and not has_average:
         raise CheckpointError(
-            f"{directory} has no averaged weights: the run had optimizer.averaging=null. Leave the "
-            "option out to use the weights of the last step"
+            f"{directory} has no averaged weights: the run had optimizer.averaging=null. Leave "
+            "`weights` out to use those of the last step"
         )
     return "averaged" if has_average and weights != "last" else "last"
 

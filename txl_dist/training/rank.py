@@ -106,17 +106,30 @@ def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) ->
             _record_error(directory, world, error)
             raise
         except Exception as error:
+            cause: TxlError
             # If a collective has failed, the cause is on another rank: report that instead.
-            lost = watch.lost_rank_error(error)
-            if lost is None:
+            if (lost := watch.lost_rank_error(error)) is not None:
+                cause = LostRankError(f"{lost}. {resume_advice(spec.run_path)}")
+            elif world.activity.num_steps == 0 and _is_out_of_memory(error):
+                # Later, memory that is missing may be there after a restart.
+                cause = TxlError(
+                    f"the memory of rank {world.rank} is not enough for a step. Lower "
+                    "training.micro_batch_lanes, which changes no result; txl estimate shows what "
+                    "takes memory, and what more ranks or deepspeed.zero_stage save"
+                )
+            else:
                 log.exception("rank %d failed", world.rank)
                 _record_error(directory, world, error)
                 raise
-            lost = LostRankError(f"{lost}. {resume_advice(spec.run_path)}")
             reason = str(error).partition("\n")[0]
-            log.error("%s (%s: %s)", lost, type(error).__name__, reason)
-            _record_error(directory, world, lost)
-            raise lost from error
+            log.error("%s (%s: %s)", cause, type(error).__name__, reason)
+            _record_error(directory, world, cause)
+            raise cause from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """On a GPU, or on a CPU, for which torch has no class."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _record_error(directory: RunDirectory, world: World, error: Exception) -> None:

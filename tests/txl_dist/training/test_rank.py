@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training import resume, start
 from txl_dist.training.rank import _logging_to, _require_attention
 from txl_dist.training.spec import TrainSpec
+from txl_dist.training.step import TrainStep
 
 
 def train_while_the_clock_runs_backwards(world: World, spec: TrainSpec) -> int:
@@ -50,6 +52,24 @@ def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert all(line["time"] > later["time"] for line, later in pairwise(lines))
     assert all(line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 for line in lines)
+
+
+def train_without_memory(world: World, spec: TrainSpec) -> int:
+    def compute(*_: Any, **__: Any) -> None:
+        torch.empty(2**60)  # raises the error of the allocator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "compute", compute)
+        return train(world, spec)
+
+
+def test_too_little_memory_for_a_step_names_the_setting(tiny: TinyRuns) -> None:
+    spec = tiny.spec(tiny.path, NO_EVALUATION)
+    assert tiny.ranks(1).run(train_without_memory, spec) == [1]
+    message = refusal(tiny.path)
+    for text in ("Lower training.micro_batch_lanes", "txl estimate", "DefaultCPUAllocator"):
+        assert text in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.fault_row(42)

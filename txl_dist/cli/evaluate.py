@@ -83,7 +83,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=0,
-            max=2**31 - 1,
+            max=10**6,
             help="Larger distances share one encoding; 0: no limit. Default: as in training.",
         ),
     ] = None,

@@ -7,12 +7,12 @@ device is checked later (`training/compatibility.py`, `training/data.py`).
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from data_pipeline.system.sources import is_url, shown
-from txl_dist.config.data_config import DataConfig, PathText, Section, refuse
+from txl_dist.config.data_config import DataConfig, PathText, Section, expand_home, refuse
 from txl_dist.config.training_config import (
     DeepSpeedConfig,
     DivergenceConfig,
@@ -33,7 +33,7 @@ class RunConfig(Section):
 
     directory: PathText
     """The run directory: config, metrics, logs and checkpoints."""
-    init_from: PathText | None = None
+    init_from: Annotated[str | None, BeforeValidator(expand_home)] = None
     """A stored model from whose weights a new run starts: a run, a checkpoint, RUN/BEST, or a
     directory of `txl import`, `txl export` or transformers. Settings of `model` that the config
     leaves out are those of this model, whatever the recipe."""

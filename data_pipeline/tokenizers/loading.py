@@ -100,7 +100,7 @@ def directory_tokenizer(directory: Path) -> Tokenizer | None:
     if type(bos) is not int or bos == ends[0] or not _begins_texts(bos, directory, content):
         return from_library_json(content, str(path), end=ends[0], vocab_size=size)
     of_generation = _ends_of_text(_read_options(directory / "generation_config.json"))
-    ends = [*dict.fromkeys([*ends, *of_generation])]
+    ends = [end for end in dict.fromkeys([*ends, *of_generation]) if end != bos]
     return from_library_json(content, str(path), end=bos, ends_of_text=ends, vocab_size=size)
 
 

@@ -130,8 +130,10 @@ def write_for_transformers(
     if tokenizer is not None:
         begin, *ends = tokenizer.end_of_document, *tokenizer.ends_of_text
         end = ends if len(ends) > 1 else (ends or [begin])[0]
-        files["generation_config.json"] = {"bos_token_id": begin, "eos_token_id": end}
-        options |= files["generation_config.json"]
+        options |= {"bos_token_id": begin, "eos_token_id": end}
+        # A model that was trained here ends documents by the token that begins the next one.
+        all_ends = [*ends, begin] if ends else end
+        files["generation_config.json"] = {"bos_token_id": begin, "eos_token_id": all_ends}
         files |= _tokenizer_files(tokenizer)
     state = model.state_dict()
     check_tensors(state, state, origin="the model to write")

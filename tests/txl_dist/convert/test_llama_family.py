@@ -450,9 +450,10 @@ def test_texts_begin_and_end_as_in_transformers(name: str, tmp_path: Path) -> No
     (model, tokenizer), out = find_model(tmp_path / "own").load_with_tokenizer(), tmp_path / "back"
     write_for_transformers(out, model, tokenizer, 8, window=None, card=None)
     end = ends if len(ends) > 1 else ends[0]
-    for file in ("config.json", "generation_config.json"):
+    # Generation also ends where a document of the training here begins.
+    for file, id_ in (("config.json", end), ("generation_config.json", [*ends, begin])):
         options = json.loads((out / file).read_text())
-        assert (options["bos_token_id"], options["eos_token_id"]) == (begin, end)
+        assert (options["bos_token_id"], options["eos_token_id"]) == (begin, id_)
     again = transformers.AutoTokenizer.from_pretrained(out)
     assert (again.bos_token, again.eos_token) == (theirs.bos_token, theirs.eos_token)
     assert again(TEXT).input_ids == first + theirs(TEXT).input_ids

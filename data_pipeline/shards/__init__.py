@@ -35,6 +35,7 @@ def no_dataset_error(directory: str | DatasetPath) -> DataError:
     names = {entry.name for entry in path.iterdir()} if is_local else set()
     # What an interrupted prepare leaves is hidden, except rejects and files that are being moved.
     is_free = STAGING in names or {name for name in names if name[0] != "."} <= {REJECTS_NAME}
+    is_free |= any(name.endswith((".tar.zst", ".index.safetensors")) for name in names)  # a copy
     if kind not in (PathKind.FOLDER, PathKind.MISSING) or not is_free:
         of_its_text = f"make one of its text: txl prepare {path} --out DIR"
         advice = {

@@ -24,6 +24,8 @@ class PathKind(StrEnum):
     MISSING = "missing"
 
 
+MAX_BYTES = 256 * 2**20
+"""A longer file is not read for a message."""
 _FORMATS = {
     "txl-shards": PathKind.DATASET,
     "txl-checkpoint": PathKind.CHECKPOINT,
@@ -50,6 +52,8 @@ def kind_of(path: DatasetPath) -> PathKind:
 def _kind_in(path: DatasetPath) -> PathKind | None:
     """The kind that a manifest or config names; None if it cannot be read or names no format."""
     with suppress(OSError, ValueError, RecursionError):
+        if isinstance(path, Path) and path.stat().st_size > MAX_BYTES:
+            return None
         content = parse_json(path.read_bytes())
         if isinstance(content, dict):
             of_transformers = PathKind.MODEL if "model_type" in content else None

@@ -139,7 +139,10 @@ def _hidden_failure(error: Exception) -> Exception | None:
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return None
     is_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
-    return cause if is_http and getattr(cause, "status", None) not in (404, 410) else None
+    status = getattr(cause, "status", None)
+    if status in (401, 403):
+        return PermissionError()
+    return cause if is_http and status not in (404, 410) else None
 
 
 class SourceError(OSError):

@@ -90,7 +90,7 @@ def directory_tokenizer(directory: Path) -> Tokenizer | None:
         return tokenizer_of(content, source=str(path))
     config = _read_options(config_path)
     ends, size = _ends_of_text(config), config.get("vocab_size")
-    if not ends or {*map(type, [*ends, size])} != {int}:
+    if not ends or type(ends[0]) is not int or type(size) is not int:
         raise DataError(
             f"{config_path} has eos_token_id={config.get('eos_token_id')!r:.40} and "
             f"vocab_size={size!r:.40}; expected the id of the token that ends a text, and the "
@@ -99,8 +99,8 @@ def directory_tokenizer(directory: Path) -> Tokenizer | None:
     bos = config.get("bos_token_id")
     if type(bos) is not int or bos == ends[0] or not _begins_texts(bos, directory, content):
         return from_library_json(content, str(path), end=ends[0], vocab_size=size)
-    of_generation = _ends_of_text(_read_options(directory / "generation_config.json"))
-    ends = [end for end in dict.fromkeys([*ends, *of_generation]) if end != bos]
+    ends += _ends_of_text(_optional(directory / "generation_config.json"))
+    ends = [*dict.fromkeys(end for end in ends if type(end) is int and end != bos)]
     return from_library_json(content, str(path), end=bos, ends_of_text=ends, vocab_size=size)
 
 
@@ -113,16 +113,23 @@ def _begins_texts(bos: int, directory: Path, content: dict[str, Any]) -> bool:
     """Whether this id is put before every text: by the template, or in transformers 4 an option."""
     from data_pipeline.tokenizers.pretrained import library_tokenizer
 
-    if _read_options(directory / "tokenizer_config.json").get("add_bos_token") is True:
+    if _optional(directory / "tokenizer_config.json").get("add_bos_token") is True:
         return True
     with suppress(ValueError):  # `from_library_json` reports what the library cannot read
         return library_tokenizer(canonical_json(content)).encode("").ids[:1] == [bos]
     return False
 
 
+def _optional(path: Path) -> dict[str, Any]:
+    """The options of a file that a model may lack; none if it cannot be used."""
+    with suppress(DataError):
+        return _read_options(path)
+    return {}
+
+
 def _read_options(path: Path) -> dict[str, Any]:
-    """The options of a file that a model may lack. Raises DataError if they are no JSON object."""
-    options = read_description(path) if path.exists() else {}
+    """Raises DataError if the file holds no JSON object."""
+    options = read_description(path)
     if not isinstance(options, dict):
         raise DataError(f"{path} must hold a JSON object. Download the model again.")
     return options

@@ -227,7 +227,7 @@ def _convert(
             for token, id_ in id_of.items()
             if given_end is not None and (id_ in (given_end, *ends_of_text[:1]) or token in special)
         },
-        ends_of_text=ends_of_text,
+        ends_of_text=[id_ for id_ in ends_of_text if id_ in id_of.values()],
         tokenizer=plain,
     )
     tokenizer = PretrainedTokenizer(description)
@@ -242,8 +242,8 @@ def _convert(
         name = next((token for token, id_ in id_of.items() if id_ == given_end), None)
         if name is None or is_written(name):
             raise ValueError(f"{given_end} is not the id of a token that no text has")
-        if missing := {*ends_of_text} - {*id_of.values()}:
-            raise ValueError(f"{min(missing)}, which ends a text, is not the id of a token")
+        if ends_of_text and ends_of_text[0] not in id_of.values():
+            raise ValueError(f"{ends_of_text[0]}, which ends a text, is not the id of a token")
     elif len(special) == 1:
         end = id_of[special[0]]
         # Text with unknown characters encodes to the unknown token.

@@ -229,12 +229,13 @@ def measure_group(
     losses, models = [], []
     for name, spec in specs.items():
         scorer, model = _open(name, spec)
-        if (limit := scorer.max_context) <= contexts[0]:
-            longest = limit if len(specs) == 1 else contexts[-1]
+        # In a group, its curve is what others are compared with.
+        if len(specs) == 1 and (limit := scorer.max_context) <= contexts[0]:
+            advice = f". Give --max-context {limit} --delta {max(1, limit // 4)}" * (limit > 1)
             raise ConfigError(
                 f"{name} uses at most {counted(limit, 'token')} of context, and the first context "
                 f"is {contexts[0]}: its loss is the same at all of them, so its RECL cannot be "
-                f"measured. Give --max-context {longest} --delta {max(1, limit // 4)}"
+                f"measured{advice}"
             )
         losses.append(
             measure_losses(

@@ -34,6 +34,7 @@ from data_pipeline.system.files import (
     write_file,
 )
 from data_pipeline.system.path_kind import PathKind, kind_of
+from data_pipeline.system.sources import is_read_failure
 from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -245,6 +246,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
     try:
         descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
+        if is_read_failure(error):
+            raise unread(checkpoint, error) from error
         raise CheckpointError(
             f"{checkpoint} cannot be read ({error.strerror}). A run removes old checkpoints. "
             f"To list the present ones: txl checkpoint list {checkpoint.parent.parent}"

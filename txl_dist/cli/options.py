@@ -84,12 +84,12 @@ def listed_names(option: str, text: str) -> list[str]:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in an option `N,N,...`, each from 1 to 999,999."""
+    """The numbers in an option `N,N,...`, each from 1 to 9,999,999."""
     parts = [part.strip() for part in text.split(",")]
-    numbers = [int(part) if re.fullmatch("[0-9]{1,6}", part) else 0 for part in parts]
+    numbers = [int(part) if re.fullmatch("[0-9]{1,7}", part) else 0 for part in parts]
     if not all(numbers):
         raise ConfigError(
-            f"{option} {text!r}: expected whole numbers from 1 to 999999, separated by commas"
+            f"{option} {text!r}: expected whole numbers from 1 to 9999999, separated by commas"
         )
     return numbers
 

@@ -289,12 +289,19 @@ REFUSED_ZERO_KEYS = {
     "round_robin_gradients": "DeepSpeed 0.19.8 then mixes up which part of the optimizer state "
     "belongs to which parameter, so checkpoints would be wrong",
     "zenflow": "it has another optimizer state, which checkpoints do not contain",
-    "zero_quantized_weights": "it rounds the weights to int8, a change of precision",
-    "zero_quantized_nontrainable_weights": "checkpoints would have int8 codes of frozen weights",
-    "zero_quantized_gradients": "it rounds the gradients to int8, a change of precision",
-    "compute_grad_norm": "without the norm, a step that has diverged would not be noticed",
 }
 """Keys of `zero_optimization` that are refused, and why."""
+REFUSED_ZERO_VALUES = {
+    "zero_quantized_weights": (True, "it rounds the weights to int8, a change of precision"),
+    "zero_quantized_nontrainable_weights": (
+        True, "checkpoints would have int8 codes of frozen weights"
+    ),
+    "zero_quantized_gradients": (True, "it rounds the gradients to int8, a change of precision"),
+    "compute_grad_norm": (
+        False, "without the norm, a step that has diverged would not be noticed"
+    ),
+}  # fmt: skip
+"""Values of its keys that are refused, and why."""
 
 ExtraKey = Literal[
     "zero_optimization",
@@ -327,7 +334,14 @@ class DeepSpeedConfig(Section):
             *(
                 (key in zero, f"zero_optimization.{key} is not supported: {reason}; remove it")
                 for key, reason in REFUSED_ZERO_KEYS.items()
-            )
+            ),
+            *(
+                (
+                    zero.get(key) == value,
+                    f"zero_optimization.{key}={value} is not supported: {reason}; remove it",
+                )
+                for key, (value, reason) in REFUSED_ZERO_VALUES.items()
+            ),
         )
         return extra
 

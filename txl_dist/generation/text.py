@@ -66,7 +66,7 @@ KEYS = ("prompt", "text", "ids")
 """Keys of a JSON line; the first that is there has the prompt. That of "ids" is token ids."""
 
 
-OPTIONS = {field.name for options in (Sampling, TextLimits) for field in fields(options)} | {"seed"}
+OPTIONS = {field.name for options in (Sampling, TextLimits) for field in fields(options)}
 """Keys that a line cannot have. Any others, such as "id", are ignored."""
 
 

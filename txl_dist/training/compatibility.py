@@ -127,8 +127,8 @@ def changed_between_turns(
 def check_newest_checkpoint(spec: TrainSpec, data: TrainingData) -> None:
     """`require_compatible` with the checkpoint that the ranks will probably resume from.
 
-    Before they start, because that takes long. A checkpoint that cannot be read is left to them:
-    they fall back to an older one.
+    Before they start, because that takes long. A checkpoint that is damaged or cannot be read here
+    is left to them.
     """
     checkpoints = CheckpointDirectory(spec.run_path)
     step = checkpoints.newest_step() if spec.resume == "auto" else None

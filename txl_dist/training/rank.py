@@ -110,10 +110,10 @@ def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) ->
             # If a collective has failed, the cause is on another rank: report that instead.
             if (lost := watch.lost_rank_error(error)) is not None:
                 cause = LostRankError(f"{lost}. {resume_advice(spec.run_path)}")
-            elif world.activity.num_steps == 0 and _is_out_of_memory(error):
+            elif not directory.checkpoints.steps() and _is_out_of_memory(error):
                 # Later, memory that is missing may be there after a restart.
                 cause = TxlError(
-                    f"the memory of rank {world.rank} is not enough for a step. Lower "
+                    f"the memory of rank {world.rank} is not enough for this run. Lower "
                     "training.micro_batch_lanes, which changes no result; txl estimate shows what "
                     "takes memory, and what more ranks or deepspeed.zero_stage save"
                 )

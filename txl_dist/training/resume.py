@@ -301,6 +301,8 @@ class Resume:
                 return
             try:
                 path = copies.download(name, directory)
+            except StoreError:  # the disk here: this says nothing about the copy
+                raise
             except CheckpointError as error:
                 if self.spec.strict:
                     raise

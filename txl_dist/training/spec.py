@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data_pipeline.shards import MANIFEST_NAME
 from data_pipeline.system.files import is_locked, wait_for_lock
+from data_pipeline.system.path_kind import PathKind, kind_of
 from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
     FOLDER,
@@ -112,10 +112,11 @@ class RunDirectory:
 
     def require_usable(self) -> None:
         """Raises ConfigError for the place of other files or without permission. Writes nothing."""
-        if (self.path / MANIFEST_NAME).is_file():
+        is_run = self.checkpoints.path.exists()
+        if not is_run and (kind := kind_of(self.path)) in (PathKind.DATASET, PathKind.CHECKPOINT):
             raise ConfigError(
-                f"directory {self.path} holds a dataset or a checkpoint ({MANIFEST_NAME}): the "
-                "files of a run would lie between its files. Choose another with directory=PATH"
+                f"directory {self.path} is {kind}: the files of a run would lie between its files. "
+                "Choose another with directory=PATH"
             )
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -115,8 +115,11 @@ def test_a_run_directory_that_cannot_be_written_is_refused_first(
             code, output = run_txl("train", TINY, *arguments)
             assert code == 2
             assert "directory=PATH" in output
-    assert "holds a dataset or a checkpoint (manifest.json)" in output
+    assert "is a dataset: the files of a run would lie between its files" in output
     assert sorted(dataset.iterdir()) == before
+    (tmp_path / "manifest.json").write_text('{"name": "of another program"}')
+    words = ("train", TINY, f"data.path={dataset}", f"directory={tmp_path}", "--dry-run")
+    assert run_txl(*words)[0] == 0
 
 
 def test_torchrun_trains_too(dataset: Path, tmp_path: Path) -> None:

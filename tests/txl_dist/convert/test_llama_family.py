@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from data_pipeline.tokenizers import ByteTokenizer
-from data_pipeline.tokenizers.loading import OWN_NAME
+from data_pipeline.tokenizers.loading import OWN_NAME, load_tokenizer
 from tests.support.commands import run_txl
 from tests.support.small_models import MODERN, random_text, small_model
 from tests.support.tokenizer_families import LIBRARY_OF, tokenizer_of_family
@@ -482,10 +482,8 @@ def test_where_nothing_else_begins_texts_documents_begin_with_their_end(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("generation_config.json", {"eos_token_id": [2, 10**6]}, "1000000, which ends a text, is"),
-        ("generation_config.json", {"eos_token_id": "x"}, "tokenizer.json is not a usable"),
-        ("generation_config.json", [], "generation_config.json must hold a JSON object"),
-        ("tokenizer_config.json", [], "tokenizer_config.json must hold a JSON object"),
+        ("config.json", [], "config.json must hold a JSON object"),
+        ("config.json", {"eos_token_id": 10**6}, "1000000, which ends a text, is not the id"),
         ("tokenizer.json", {"model": {}}, "tokenizer.json is not a usable tokenizer"),
     ],
 )
@@ -493,9 +491,30 @@ def test_options_of_a_text_that_are_malformed_are_refused_by_name(
     file: str, content: object, message: str, tmp_path: Path
 ) -> None:
     llama_with_beginnings(tmp_path, "llama 2, template")
-    (tmp_path / file).write_text(json.dumps(content))
+    path = tmp_path / file
+    old = json.loads(path.read_text())
+    path.write_text(json.dumps(old | content if isinstance(content, dict) else content))
     with pytest.raises(DataError, match=message):
-        find_model(tmp_path)
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation_config.json", {"eos_token_id": [10**6, None, "x"]}),
+        ("generation_config.json", []),
+        ("tokenizer_config.json", []),
+    ],
+    ids=str,
+)
+def test_what_no_token_of_a_text_depends_on_is_left_out(
+    file: str, content: object, tmp_path: Path
+) -> None:
+    """Such as the options of a model whose vocabulary somebody has made smaller."""
+    begin, ends = llama_with_beginnings(tmp_path, "llama 2, template")
+    (tmp_path / file).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.end_of_document, [*tokenizer.ends_of_text]) == (begin, ends)
 
 
 @pytest.mark.parametrize("family", LIBRARY_OF)

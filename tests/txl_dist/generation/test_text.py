@@ -115,7 +115,7 @@ def test_every_line_is_a_prompt(tmp_path: Path) -> None:
 
 def test_json_lines_can_have_line_ends_and_be_empty(tmp_path: Path) -> None:
     content = (
-        b'{"prompt": "a\\nb", "id": 3}\n{"text": ""}\n{"text": "no", "prompt": "yes"}\n'
+        b'{"prompt": "a\\nb", "id": 3}\n{"text": ""}\n{"text": "no", "prompt": "yes", "seed": 1}\n'
         b'{"ids": [5, 6]}\n{"ids": [], "text": "no ids"}\n'
     )
     path = write(tmp_path, "p.jsonl", content)

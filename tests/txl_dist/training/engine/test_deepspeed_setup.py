@@ -137,7 +137,7 @@ IGNORED = "offload={} at zero_stage={} would be ignored"
         ({"extra": {"zero_optimization": {"round_robin_gradients": True}}}, "is not supported"),
         ({"extra": {"zero_optimization": {"zenflow": True}}}, "is not supported"),
         ({"extra": {"zero_optimization": {"zero_quantized_weights": True}}}, "int8"),
-        ({"extra": {"zero_optimization": {"compute_grad_norm": False}}}, "is not supported"),
+        ({"extra": {"zero_optimization": {"compute_grad_norm": False}}}, "=False is not supported"),
         ({"offload": "optimizer", "zero_stage": 0}, IGNORED.format("optimizer", 0)),
         ({"offload": "parameters", "zero_stage": 2}, IGNORED.format("parameters", 2)),
     ],

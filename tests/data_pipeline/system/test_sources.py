@@ -98,12 +98,20 @@ def test_a_missing_or_forbidden_object_is_not_retried(error: OSError) -> None:
     assert (requests.attempts, raised.value.__cause__) == (1, error)
 
 
-@pytest.mark.parametrize("status", [404, 500, 503, None])
-def test_only_what_a_web_server_does_not_have_is_certain(status: int | None) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind", "text"),
+    [
+        (404, FileNotFoundError, "no such object"),
+        (403, PermissionError, "access denied"),
+        (500, UnreachableError, "3 attempts failed"),
+        (None, UnreachableError, "3 attempts failed"),
+    ],
+    ids=str,
+)
+def test_only_what_a_web_server_says_is_certain(
+    status: int | None, kind: type[Exception], text: str
+) -> None:
     """fsspec calls every failure "not found", also that of a server that is down (None)."""
-    kind, text = FileNotFoundError, "no such object"
-    if status != 404:
-        kind, text = UnreachableError, "3 attempts failed"
     with ExitStack() as stack:
         url = stack.enter_context(web_server(lambda request: (status or 200, "")))
         if status is None:

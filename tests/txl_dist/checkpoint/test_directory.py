@@ -1,5 +1,6 @@
 """The checkpoint directory of a run: pointers, superseded checkpoints, removal."""
 
+import errno
 import logging
 import os
 import shutil
@@ -21,7 +22,7 @@ from txl_dist.checkpoint.directory import (
     resume_advice,
 )
 from txl_dist.checkpoint.tensors import load_model, verify_checkpoint
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, StoreError
 
 
 def names(directory: CheckpointDirectory) -> list[str]:
@@ -71,6 +72,19 @@ def test_a_checkpoint_that_is_read_is_removed_later(directory: CheckpointDirecto
     assert directory.steps() == [5, 6]
     with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read"):
         verify_checkpoint(directory.at(2))
+
+
+def test_a_checkpoint_that_the_disk_does_not_deliver_may_be_intact(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: object, *arguments: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        with pytest.raises(StoreError, match="It may be intact"):
+            verify_checkpoint(directory.at(2))
+    verify_checkpoint(directory.at(2))
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_read(directory: CheckpointDirectory) -> None:

@@ -120,7 +120,9 @@ class RunDirectory:
             )
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+            is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+            refused = errno.EROFS if is_read_only else errno.EACCES
+            code = refused if existing.is_dir() else errno.ENOTDIR
             raise self._unusable(OSError(code, os.strerror(code)))
 
     def create(self) -> None:

@@ -17,7 +17,7 @@ from txl_dist.runtime.waiting import Heartbeat
 
 pytestmark = pytest.mark.cluster
 
-NUM_STEPS = 600
+NUM_STEPS = 2000
 LONG = (NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_interval_steps=50")
 
 

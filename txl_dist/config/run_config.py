@@ -55,7 +55,7 @@ class RunConfig(Section):
     @classmethod
     def _reject_no_directory(cls, directory: str) -> str:
         if not directory.strip():
-            raise ValueError("is empty; give the run a directory of its own, such as runs/NAME")
+            raise ValueError("is empty; name a directory for the run, such as runs/NAME")
         if is_url(directory):
             raise ValueError(
                 f"{shown(directory)!r}: a run needs a directory on a file system, not a URL. Give "

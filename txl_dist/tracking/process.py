@@ -242,12 +242,7 @@ def log_evaluations(checkpoints: Iterable[Path]) -> None:
         state = TrackingState.load(run / STATE)
         if state is None or not unsent_evaluations(run, state) or is_locked(run / LOCK):
             continue
-        if reason := run_sender(str(run), "--evaluations", timeout_seconds=EVALUATION_SECONDS):
-            log.warning(
-                "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
-                reason,
-                sync_command(run),
-            )
+        _send(run, "--evaluations")
 
 
 def send_metrics(run: Path) -> None:
@@ -257,7 +252,11 @@ def send_metrics(run: Path) -> None:
     """
     if TrackingState.load(run / STATE) is None or is_locked(run / LOCK):
         return
-    if reason := run_sender(str(run), timeout_seconds=EVALUATION_SECONDS):
+    _send(run)
+
+
+def _send(run: Path, *options: str) -> None:
+    if reason := run_sender(str(run), *options, timeout_seconds=EVALUATION_SECONDS):
         log.warning(
             "the scores were not recorded in MLflow yet: %s. To send them later: %s",
             reason,

@@ -176,7 +176,7 @@ class Trainer:
                 step=number,
                 sums=sums,
                 gradient_norm=norm,
-                # The tokens behind a break have no memory, although the first ones do.
+                # Tokens after the end of an epoch have no memory, although the first ones do.
                 memory_valid=0.0 if batch.breaks_off else memory_valid,
             ),
         )

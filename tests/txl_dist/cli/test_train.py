@@ -28,7 +28,7 @@ from tests.support.training_runs import NO_EVALUATION, TINY, TinyRuns, train
         ),
         (("--resume", "nosuch"), 4, ("nosuch does not exist",)),
         (("directory=",), 2, ("directory is null",)),
-        (('directory=""',), 2, ("directory: is empty; give the run a directory of its own",)),
+        (('directory=""',), 2, ("directory: is empty; name a directory for the run",)),
         (("--ranks", "6"), 2, ("6 ranks for data.num_lanes=5",)),
         (("--ranks", "2:6"), 2, ("6 ranks for data.num_lanes=5",)),
         (("--allow-change", "optimizer.lrr"), 2, ("did you mean optimizer.lr?",)),

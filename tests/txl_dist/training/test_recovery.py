@@ -350,7 +350,7 @@ def test_after_a_change_of_lanes_or_batches_steps_are_other_steps(
 
 @pytest.mark.parametrize("at", ["start", "inside"])
 def test_the_step_in_which_an_epoch_begins_is_no_spike(tiny: TinyRuns, at: str) -> None:
-    """Its tokens behind the break have no memory, so its loss is higher."""
+    """The tokens after the end of the epoch have no memory, so the loss is higher."""
     source = open_split(tiny.dataset, "train")
     lane_tokens = source.num_tokens // 5
     tgt_len = next(n for n in range(4, 40) if (lane_tokens % n == 0) == (at == "start"))

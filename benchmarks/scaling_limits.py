@@ -35,6 +35,7 @@ from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
 from txl_dist.estimate.run_estimate import A100_TFLOPS, UTILISATION, flops_per_token, with_data
+from txl_dist.runtime.stop import FILE_SECONDS
 from txl_dist.runtime.waiting import BEAT_SECONDS, NUM_READERS
 
 STORAGE_BYTES_PER_SECOND = 2e9
@@ -193,12 +194,13 @@ def limits_of_run(
     """
     limits = [
         Limit(
-            name="heartbeat files, operations",
+            name="heartbeats and the stop file, operations",
             unit="per second",
             threshold=FILE_OPERATIONS_PER_SECOND,
-            # Written by all ranks; read by few, and only while they wait for others.
+            # All ranks write heartbeats and look for the stop file; few read heartbeats, while they
+            # wait for others.
             advice="put the run directory on a fast file system",
-            value=lambda ranks: ranks * (1 + NUM_READERS) / BEAT_SECONDS,
+            value=lambda ranks: ranks * ((1 + NUM_READERS) / BEAT_SECONDS + 1 / FILE_SECONDS),
         ),
         Limit(
             name="rank 0 reads the parts of a checkpoint",

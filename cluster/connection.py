@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import threading
@@ -82,8 +83,11 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
             "the nodes of a cluster, with the same versions of Ray and Python. Without Ray: --on "
             "processes"
         ) from error
+    session = ray._private.worker._global_node.get_session_dir_path()
+    has_failed = True
     try:
         yield
+        has_failed = False
     finally:
         processes = []
         if address is None:
@@ -91,6 +95,9 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
             processes = ray_processes()  # now: Ray's agents lose their parent
         ray.shutdown()
         _kill(processes)
+        if address is None and not has_failed:
+            # Ray keeps its logs for ever, some megabytes of each start; RUN/logs/ray.log remains.
+            shutil.rmtree(session, ignore_errors=True)
 
 
 class ConnectionThread(threading.Thread):

@@ -16,8 +16,8 @@ cloud.google.com, "Preemptible VM instances".
 """
 
 import argparse
+import http.client
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -115,9 +115,11 @@ def _request(url: str, *, headers: dict[str, str], method: str = "GET") -> str |
     """The answer of the metadata service; None without one."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=2.0) as response:
+        # A proxy cannot reach the metadata service of this host.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=2.0) as response:
             return str(response.read().decode())
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):
         return None
 
 

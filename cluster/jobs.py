@@ -59,6 +59,8 @@ STOP_SECONDS = 60
 REQUEST_SECONDS = 60.0
 """Time limit for a response of the API; Ray's client has none."""
 POLL_SECONDS = 2.0
+BYTES_PER_SECOND = 1e6
+"""Of a job's output: that of weeks has tens of megabytes."""
 EXCLUDES = ("__pycache__", "*.pyc", ".env*", "*.pem", "*.key", "*password*", "*secret*")
 """Files among the sources that are not sent. The last ones usually contain secrets."""
 _SECRETS_BELONG = (
@@ -255,7 +257,8 @@ class RayJobs(JobSubmissionClient):
             if job.exit_code is not None:
                 write("" if num_written else f"{job.message}\n")
                 return job
-            time.sleep(POLL_SECONDS)
+            # Every request brings the whole output.
+            time.sleep(max(POLL_SECONDS, num_written / BYTES_PER_SECOND))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from cluster.nodes import (
     live_nodes,
 )
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.launch.rank_group import (
     Event,
     NodeLost,
@@ -120,16 +120,24 @@ class RankActor:
             # process that has reserved none.
             "CUDA_VISIBLE_DEVICES": ",".join(gpus) if settings["use_gpu"] else "",
         }
+        for name, value in settings["environment"].items():
+            os.environ.setdefault(name, value)
+        if "NCCL_DEBUG" in os.environ:  # Ray hides what a rank prints
+            os.environ.setdefault("NCCL_DEBUG_FILE", settings["nccl_log"])
         use_interface_of(own.address)
-        os.chdir(settings["working_directory"])  # the config may have relative paths
+        if Path(settings["working_directory"]).is_dir():
+            os.chdir(settings["working_directory"])  # the config may have relative paths
         self._settings, self._own, self._num_peers = settings, own, len(peers)
 
         import txl_dist.training.rank  # noqa: F401  # a slow import: no rank waits for another
 
         return free_port(own.address)
 
-    def run(self, port: int) -> TxlError | None:
-        """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
+    def run(self, port: int, _own_port: int) -> TxlError | None:
+        """Train until the run ends; returns the error that ended it. `port` is that of rank 0.
+
+        The other is the result of this rank's `prepare`: if that has failed, Ray reports its error.
+        """
         import torch
 
         from data_pipeline.system.signals import StopSignals, unblock_stop_signals
@@ -140,6 +148,13 @@ class RankActor:
 
         os.environ["MASTER_PORT"] = str(port)
         spec = TrainSpec.from_json(self._settings["spec"])
+        directory = Path(self._settings["working_directory"])
+        if not (directory.is_dir() or spec.run_path.is_absolute()):
+            return ConfigError(
+                f"the host {self._own.address} has no directory {directory}, where the command "
+                f"runs, and directory={spec.run_path} is relative to it. Give absolute paths that "
+                "all hosts see: directory=/..., data.path=/..."
+            )
         torch.set_num_threads(
             num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
         )
@@ -161,6 +176,8 @@ def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
     return max(1, usable // ranks_on_node)
 
 
+COMMUNICATION_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
+"""Beginnings of the launcher's variables that ranks get, unless their node has others."""
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variable -> format of its value. Without =, NCCL matches prefixes: eth1 matches eth10."""
 
@@ -344,12 +361,21 @@ class RayRankGroup:
             "spec": spec.to_json(),
             "working_directory": str(Path.cwd()),
             "use_gpu": resource == "GPU",
+            "environment": {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(COMMUNICATION_VARIABLES)
+            },
+            "nccl_log": str(self._directory.logs / "nccl-%h-%p.log"),
         }
         prepared = [
             actor.prepare.remote(settings, rank, locations) for rank, (_, actor) in enumerate(ranks)
         ]
         # Ray resolves the port when rank 0 has imported its libraries, as the others do meanwhile.
-        calls = {actor.run.remote(prepared[0]): rank for rank, (_, actor) in enumerate(ranks)}
+        calls = {
+            actor.run.remote(prepared[0], prepared[rank]): rank
+            for rank, (_, actor) in enumerate(ranks)
+        }
         self._locations = locations
         places = {rank: f" ({location})" for rank, location in enumerate(locations)}
         # A private Ray has one node, which this process would not outlive.

@@ -7,7 +7,7 @@
 #
 # RANKS_PER_HOST: as many as there are GPUs, or else 1. MASTER_PORT: 29500. The exit code is the
 # highest of the ranks: it says whether the run was stopped (75) or failed, which that of torchrun does
-# not (README.md).
+# not (README.md). After a rank has failed, the others are killed AFTER_FAILURE_SECONDS (60) later.
 
 set -euo pipefail
 
@@ -32,14 +32,25 @@ done
 # A signal between two starts has reached only the ranks before it.
 [[ -z $stop_requested ]] || kill -TERM "${pids[@]}" 2>/dev/null || true
 
-highest=0
-for pid in "${pids[@]}"; do
-    code=0
-    wait "$pid" || code=$?
-    while kill -0 "$pid" 2>/dev/null; do  # a signal interrupted `wait`
+# Ranks that wait for a failed one would notice after rank_timeout_seconds.
+highest=0 kill_at=
+while ((${#pids[@]})); do
+    running=()
+    for pid in "${pids[@]}"; do
+        if kill -0 "$pid" 2>/dev/null; then
+            running+=("$pid")
+            continue
+        fi
         code=0
         wait "$pid" || code=$?
+        if ((code > highest)) && [[ -z $kill_at || $SECONDS -lt $kill_at ]]; then highest=$code; fi
+        if ((code != 0 && code != 75)); then kill_at=${kill_at:-$((SECONDS + ${AFTER_FAILURE_SECONDS:-60}))}; fi
     done
-    if ((code > highest)); then highest=$code; fi
+    pids=("${running[@]}")
+    if [[ -n $kill_at && $SECONDS -ge $kill_at ]]; then
+        kill -KILL "${pids[@]}" 2>/dev/null || true
+    fi
+    sleep 0.5 &
+    wait $! || true  # a signal does not wait for the end of `sleep`
 done
 exit "$highest"

@@ -47,14 +47,17 @@ export WORLD_SIZE=$SLURM_NTASKS
 export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1}
 export TORCHELASTIC_RUN_ID=slurm-$SLURM_JOB_ID
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+# With `sbatch --export=NONE`, the rule of some sites, tasks would get none of these.
+export SLURM_EXPORT_ENV=ALL
 # Since Slurm 22.05 srun does not take this from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
 # RANK and LOCAL_RANK differ per task, so each task sets them. `exec`: the signal reaches Python.
 # Ranks end some seconds after each other: --kill-on-bad-exit=0 lets rank 0 finish after another
-# rank has ended with 75, and --wait=60 ends ranks that hang after another rank has failed.
+# rank has ended with 75, and --wait ends ranks that hang after another rank has failed. It is longer
+# than rank 0 may deliver its metrics after the other ranks have ended.
 code=0
-srun --kill-on-bad-exit=0 --wait=60 \
+srun --kill-on-bad-exit=0 --wait=$((grace_seconds + 30)) \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
     "$python" -m txl_dist train "$1" "training.grace_seconds=$grace_seconds" "${@:2}" || code=$?
 

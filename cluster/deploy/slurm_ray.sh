@@ -54,6 +54,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$state/token
 # By default symmetric-run gives the other hosts 30 seconds to start.
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 export RAY_USAGE_STATS_ENABLED=0
+export SLURM_EXPORT_ENV=ALL  # also with `sbatch --export=NONE`, the rule of some sites
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_ON_NODE:-1}  # one task: all CPUs of its host
 ulimit -n "$(ulimit -Hn)"  # Ray opens a file per connection
 

@@ -34,6 +34,13 @@ def test_the_notice_of_a_cloud_is_recognised(is_preempted: bool) -> None:
         assert drain_node.is_preempted_by_google(url) == is_preempted
 
 
+def test_a_proxy_is_not_asked_for_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with web_server(lambda request: (200, "TRUE")) as url:
+        assert drain_node.is_preempted_by_google(url)
+
+
 def test_a_host_outside_a_cloud_has_no_notice() -> None:
     closed = "http://127.0.0.1:9"
     assert not drain_node.is_preempted_by_aws(closed)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,15 @@ import ray
 from cluster import nodes as module
 from cluster.connection import HEAD_SECONDS
 from cluster.nodes import ClusterMonitor, ClusterState, choose_resource
-from cluster.rank_group import INTERFACE_VARIABLES, interface_of, num_threads, use_interface_of
+from cluster.rank_group import (
+    INTERFACE_VARIABLES,
+    RankActor,
+    RankLocation,
+    interface_of,
+    num_threads,
+    use_interface_of,
+)
+from tests.support.training_runs import tiny_spec
 from txl_dist.errors import ConfigError
 
 
@@ -112,3 +121,44 @@ def test_an_address_without_an_interface_changes_nothing(monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     use_interface_of("192.0.2.254")
     assert not set(INTERFACE_VARIABLES) & set(os.environ)
+
+
+def prepare_rank(spec_json: str, *, directory: str, environment: dict[str, str]) -> RankActor:
+    """An actor as Ray would have it, in this process."""
+    own = RankLocation("node", "192.0.2.254", os.getpid(), (), 2.0)
+    settings = {
+        "spec": spec_json,
+        "working_directory": directory,
+        "use_gpu": False,
+        "environment": environment,
+        "nccl_log": "run/logs/nccl-%h-%p.log",
+    }
+    actor = RankActor()
+    actor.prepare(settings, 0, [own])
+    return actor
+
+
+def test_a_host_without_the_directory_of_the_command_is_named(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("cluster.rank_group.free_port", lambda address: 1)
+    spec = tiny_spec(dataset, Path("runs/relative"))
+    actor = prepare_rank(spec.to_json(), directory="/absent/project", environment={})
+    error = actor.run(1, 1)
+    assert isinstance(error, ConfigError)
+    assert "192.0.2.254 has no directory /absent/project" in str(error)
+    assert "directory=runs/relative is relative" in str(error)
+
+
+def test_variables_of_the_launcher_reach_ranks_whose_node_has_no_others(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}
+    monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_IB_HCA": "mlx5_2"})
+    monkeypatch.setattr("cluster.rank_group.free_port", lambda address: 1)
+    spec = tiny_spec(dataset, Path("runs/relative"))
+    prepare_rank(spec.to_json(), directory="/absent", environment=variables)
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+    assert os.environ["NCCL_IB_HCA"] == "mlx5_2"
+    assert os.environ["NCCL_DEBUG_FILE"] == "run/logs/nccl-%h-%p.log"

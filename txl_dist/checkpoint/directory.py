@@ -306,7 +306,10 @@ def _remove(path: Path) -> None:
 
 def resume_advice(run: Path) -> str:
     """A sentence for the end of an error message: where the same command resumes."""
-    steps = CheckpointDirectory(run).steps()
+    try:
+        steps = CheckpointDirectory(run).steps()
+    except OSError as error:
+        return f"The checkpoints of {run} cannot be listed now ({error.strerror})"
     if not steps:
         return f"There is no checkpoint in {run} yet: the same command starts as before"
     return f"The same command resumes from the newest checkpoint, that of step {steps[-1]}"

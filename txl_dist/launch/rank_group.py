@@ -77,8 +77,13 @@ class RankEnded:
 
     @property
     def is_killed(self) -> bool:
-        """Whether something else than the launcher killed it."""
-        return not self.hung and (self.code is None or self.code < 0)
+        """Whether something else than the launcher or NCCL killed it.
+
+        NCCL aborts a rank that waits for one that has failed.
+        """
+        return not self.hung and (
+            self.code is None or (self.code < 0 and self.code != -signal.SIGABRT)
+        )
 
     @property
     def death(self) -> str:

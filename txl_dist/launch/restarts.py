@@ -84,6 +84,7 @@ def failure_of(
         end = (unexplained or failed)[0]
         reason = f" ({end.reason})" if end.reason else ""
         event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
+        event = end.death if (end.code or 0) < 0 else event
     consequence = next((str(end.error) for end in failed if end.error is not None), advice)
     return RunFailure(TxlError(f"{event}. {consequence}. {logs}"), event, can_restart=True)
 

@@ -17,9 +17,10 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
@@ -50,6 +51,8 @@ from txl_dist.runtime.waiting import HangWatch
 from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.spec import SECONDS_TO_END, LaunchFiles, RunDirectory, TrainSpec
 
+_T = TypeVar("_T")
+
 POLL_SECONDS = 0.1
 STATUS_SECONDS = 5.0
 """Before the first step line, a status line is printed after this time without output, or after a
@@ -65,6 +68,8 @@ STOP_MARGIN_SECONDS = 3.0
 killed after this additional time, which Kubernetes' grace period still includes."""
 GIVE_UP_SECONDS = 20.0
 """Killed ranks that have not ended after this time are on a node that is dead or unreachable."""
+OUTAGE_SECONDS = 60.0
+"""How long to repeat a look at the run directory while its file server fails."""
 NODE_LOSS_SECONDS = 6.0
 """Time for a cluster to find out, after ranks have failed, that their node has died."""
 
@@ -81,7 +86,7 @@ def supervise(
     directory = RunDirectory(spec.run_path)
     directory.create()
     # Raises if another run uses the directory, before any process is started.
-    with directory.locked(timeout_seconds=SECONDS_TO_END, force=spec.force_unlock):
+    with spec.lock_of(directory, timeout_seconds=SECONDS_TO_END):
         pass
     files = LaunchFiles(directory.path, spec.launch_id)
     spec = spec.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
@@ -130,13 +135,15 @@ class _NewLines:
         self._position = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[str]:
-        if not self._path.exists() or self._path.stat().st_size == self._position:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            *lines, incomplete = file.read().split(b"\n")
-            self._position = file.tell() - len(incomplete)
-        return [line.decode(errors="replace") for line in lines]
+        # Also of a file server that fails for a moment: the ranks train on.
+        with suppress(OSError):
+            if self._path.exists() and self._path.stat().st_size != self._position:
+                with self._path.open("rb") as file:
+                    file.seek(self._position)
+                    *lines, incomplete = file.read().split(b"\n")
+                    self._position = file.tell() - len(incomplete)
+                return [line.decode(errors="replace") for line in lines]
+        return []
 
 
 class LaunchOutput:
@@ -236,7 +243,7 @@ class _Supervisor:
             if failure is None:
                 return
             self.output.follow()  # what rank 0 says about the failure comes first
-            if self.files.saved.exists():  # these checkpoints replace the command's --resume
+            if self._see(self.files.saved.exists):  # they replace the command's --resume
                 self.spec = self.spec.model_copy(update={"resume": "auto"})
             # Ranks that were asked to end for a change have saved, or died before they could.
             is_planned = isinstance(failure.error, PreemptedError) or failure.can_restart
@@ -272,7 +279,7 @@ class _Supervisor:
     def _describe_resume(self) -> str:
         if self.spec.resume not in ("auto", "never"):
             return f"{self.spec.resume}, or the newest checkpoint since"
-        newest_step = self.directory.checkpoints.newest_step()
+        newest_step = self._see(self.directory.checkpoints.newest_step)
         return "the beginning" if newest_step is None else f"step {newest_step}"
 
     # --- running ----------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ class _Supervisor:
         return failure_of(
             [self._start.ends[rank] for rank in range(num_ranks)],
             stop_requested=self._start.is_stopping or bool(self._start.change),
-            has_saved=self.files.saved.exists(),
+            has_saved=self._see(self.files.saved.exists),
             directory=self.directory,
         )
 
@@ -364,9 +371,13 @@ class _Supervisor:
             self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
-        self.files.stop.touch()
+        self._share_stop()
         self.group.request_stop()
         self._end_within(self.spec.config.training.grace_seconds + STOP_MARGIN_SECONDS)
+
+    def _share_stop(self) -> None:
+        with suppress(OSError):  # a full disk, or a server that fails; late ranks are killed
+            self.files.stop.touch()
 
     # --- ranks that end ---------------------------------------------------------------------------
 
@@ -378,7 +389,7 @@ class _Supervisor:
         if any(is_stop_code(end.code) for end in failed):
             # Only that rank has got the signal. Not a signal to the others: where a rank has
             # already got one, a second means to end without saving.
-            self.files.stop.touch()
+            self._share_stop()
             self._end_within(self.spec.config.training.grace_seconds + STOP_MARGIN_SECONDS)
         if any(end.is_killed and not is_stop_code(end.code) for end in failed):
             checkpoints = self.directory.checkpoints
@@ -404,7 +415,7 @@ class _Supervisor:
         """Count a failure and say what follows. Raises its error if no ranks may start again."""
         if not failure.can_restart or self.signals:
             raise failure.error
-        self.budget.count(newest_step=self.directory.checkpoints.newest_step())
+        self.budget.count(newest_step=self._see(self.directory.checkpoints.newest_step))
         self._suspect_nodes = self._start.nodes
         self._find_lost_nodes()
         decide_at = time.monotonic() + NODE_LOSS_SECONDS
@@ -428,6 +439,17 @@ class _Supervisor:
             return False
         self._suspect_nodes = frozenset()
         return True
+
+    def _see(self, look: Callable[[], _T]) -> _T:
+        """What the run directory says. Its file server may fail for a while, as for the ranks."""
+        deadline = time.monotonic() + OUTAGE_SECONDS
+        while True:
+            try:
+                return look()
+            except OSError:
+                if self.signals or time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
 
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)

@@ -18,6 +18,7 @@ kills such a rank a few seconds later.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ from txl_dist.runtime.process import Activity
 STOPPING = "stopping after this step, then saving; press Ctrl-C again to end now"
 NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"
 POLL_SECONDS = 0.1
+FILE_SECONDS = 1.0
+"""Between two looks at the stop file: each is a request to the file server, by every rank."""
 REPORT_SECONDS = 2.0
 """Time limit for the message: on a file system that does not respond, writing it may block."""
 
@@ -50,9 +53,20 @@ class StopRequest:
 
     def __init__(self, signals: StopSignals | None = None, stop_file: Path | None = None) -> None:
         self._signals, self._stop_file = signals, stop_file
+        self._next_look = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
+        return bool(self._signals) or self._has_file()
+
+    def _has_file(self) -> bool:
+        if self._stop_file is None or time.monotonic() < self._next_look:
+            return False
+        # A file server that fails for a moment has not asked to stop.
+        with suppress(OSError):
+            if self._stop_file.exists():
+                return True
+        self._next_look = time.monotonic() + FILE_SECONDS
+        return False
 
     def share_by(self, stop_file: Path) -> None:
         self._stop_file = stop_file

@@ -254,9 +254,10 @@ class HangWatch:
             # Count polls instead of reading a clock, so that time spent suspended (Ctrl-Z) is not
             # blamed on the ranks.
             self.silent_seconds += HANG_POLL_SECONDS
-            beats = self._beats | read_heartbeats(self._run)
-            if beats != self._beats:
-                self.silent_seconds, self._beats = 0.0, beats
+            with contextlib.suppress(OSError):  # the directory cannot be listed for a moment
+                beats = self._beats | read_heartbeats(self._run)
+                if beats != self._beats:
+                    self.silent_seconds, self._beats = 0.0, beats
 
 
 # --- stacks ---------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ immediately.
 import logging
 import math
 import os
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,9 @@ from txl_dist.errors import ConfigError, DivergedError, LostRankError, TxlError
 from txl_dist.runtime.process import Activity
 
 T = TypeVar("T")
+
+_GPU = re.compile(r"\d|GPU-|MIG-")
+"""Begins the value of CUDA_VISIBLE_DEVICES, unless there is none (empty, -1, NoDevFiles)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,20 @@ class World:
     def join(self, *, timeout_seconds: float) -> None:
         """Create the process group, unless it exists. Returns when all ranks have joined.
 
-        Raises LostRankError if the rendezvous fails: the port is in use, or a rank has not started.
-        (NCCL refuses two ranks on one GPU, by name, at their first collective.)
+        Raises ConfigError if this rank was given a GPU that cannot be used, LostRankError if the
+        rendezvous fails: the port is in use, or a rank has not started. (NCCL refuses two ranks on
+        one GPU, by name, at their first collective.)
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # After a time limit NCCL's watchdog waits for four times this, by default for a minute.
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        elif _GPU.match(assigned := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+            raise ConfigError(
+                f"rank {self.rank} on host {socket.gethostname()} was given GPU {assigned} "
+                "(CUDA_VISIBLE_DEVICES), which torch cannot use; on the CPU it would take weeks. "
+                "Run txl doctor there; to train on CPUs, set CUDA_VISIBLE_DEVICES to nothing"
+            )
         if dist.is_initialized():
             return
         try:

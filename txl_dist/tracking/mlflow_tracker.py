@@ -272,8 +272,13 @@ def _create_database(path: Path) -> None:
         # The link covers only the main file, so move the write-ahead log into it first.
         with contextlib.closing(sqlite3.connect(temporary)) as database:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        with contextlib.suppress(FileExistsError):  # another run has created it in the meantime
+        try:
             path.hardlink_to(temporary)
+        except FileExistsError:  # another run has created it in the meantime
+            pass
+        except OSError:  # a file system without hard links
+            if not path.exists():
+                temporary.rename(path)
     finally:
         for leftover in path.parent.glob(f"{temporary.name}*"):
             leftover.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -46,6 +46,8 @@ SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
 POLL_SECONDS = 0.5  # between two looks at heartbeats
 SECONDS_TO_END = 5.0
 """Time for the ranks of a killed launcher to end and release the lock."""
+LEASE_SECONDS = 180.0
+"""File servers keep the locks of a lost host for so long at most: NFS 4 for 90 s, Lustre 150 s."""
 PROBE_BYTES = 64 * 1024
 """More than the config, the pointers and the first lines of the logs."""
 
@@ -76,6 +78,25 @@ class TrainSpec(BaseModel):
     @property
     def run_path(self) -> Path:
         return self.config.run_path
+
+    def lock_of(
+        self, directory: "RunDirectory", *, timeout_seconds: float
+    ) -> AbstractContextManager[None]:
+        """The lock of the run directory, without which a restart by the same launch goes on.
+
+        The host of the rank 0 before may be lost, cut off or suspended, and its lock remain for
+        minutes or for ever. Its launcher has given that process up, and it changes nothing as an
+        older attempt.
+        """
+        if self.force_unlock:
+            timeout_seconds = min(timeout_seconds, SECONDS_TO_END)
+            return directory.locked(timeout_seconds=timeout_seconds, force="--force-unlock")
+        if newest_record(directory.path / FOLDER, launch_id=self.launch_id):
+            force = "the same command has started the ranks before"
+            return directory.locked(timeout_seconds=timeout_seconds, force=force)
+        # The other ranks wait too.
+        lease_seconds = min(LEASE_SECONDS, self.config.training.rank_timeout_seconds / 2)
+        return directory.locked(timeout_seconds=timeout_seconds, lease_seconds=lease_seconds)
 
     def to_json(self) -> str:
         return self.model_dump_json()
@@ -130,7 +151,8 @@ class RunDirectory:
         self.require_usable()
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".writable-{os.getpid()}"
+            # Not a process number: ranks in containers have the same ones.
+            probe = self.path / f".writable-{uuid.uuid4().hex}"
             try:
                 probe.write_bytes(b"\0" * PROBE_BYTES)  # an empty file fits on a full disk
             finally:
@@ -157,27 +179,37 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[None]:
+    def locked(
+        self, *, timeout_seconds: float = 0.0, lease_seconds: float = 0.0, force: str = ""
+    ) -> Iterator[None]:
         """Hold the lock of the directory. The kernel releases it when this process ends.
 
-        Raises ConfigError naming the owner if it is not released within `timeout_seconds`. With
-        `force` it waits SECONDS_TO_END at most and goes on without the lock: the owner, if it is
-        still running, stops at its next checkpoint, because it is an older attempt (`attempts.py`).
+        Raises ConfigError naming the owner if it is not released within `timeout_seconds`, and
+        `lease_seconds` more if the owner is on another host, which may be lost. With `force`, a
+        reason, it goes on without the lock then: the owner, if it is still running, stops at its
+        next checkpoint, because it is an older attempt (`attempts.py`).
         """
-        if force:
-            timeout_seconds = min(timeout_seconds, SECONDS_TO_END)
         # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if not wait_for_lock(descriptor, timeout_seconds=timeout_seconds):
+            is_free = wait_for_lock(descriptor, timeout_seconds=timeout_seconds)
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            is_here = owner.startswith(f"host {socket.gethostname()},")
+            if lease_seconds and not (is_free or is_here):
+                log.warning(
+                    "%s is in use (%s); waiting for up to %.0f s, because a file server keeps the "
+                    "lock of a lost host for some time", self.path, owner, lease_seconds,
+                )  # fmt: skip
+                is_free = wait_for_lock(descriptor, timeout_seconds=lease_seconds)
                 owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            if not is_free:
                 if not force:
                     raise ConfigError(
                         f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until "
                         "it has ended or stop that process, then run the same command again. If "
                         "it is lost on a host that does not respond: --force-unlock"
                     )
-                log.warning("%s is in use (%s); continued by --force-unlock", self.path, owner)
+                log.warning("%s is in use (%s); continued: %s", self.path, owner, force)
                 yield
                 return
             started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

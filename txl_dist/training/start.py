@@ -102,7 +102,7 @@ class Start:
         require_same_spec(spec.config, data, world)
 
         checkpoints = directory.checkpoints
-        lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=spec.force_unlock)
+        lock = spec.lock_of(directory, timeout_seconds=LOCK_TIMEOUT_SECONDS)
         world.run_on_rank_zero(lambda: stack.enter_context(lock))
         resume = Resume(spec, data, world, checkpoints)
         point = resume.find()

@@ -38,9 +38,11 @@ case $1 in
 esac
 """
 SRUN = """# Start the task of this host.
+env | grep ^SLURM_EXPORT_ENV= >"$RECORDS/exported"
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """
+EXPORTED = "SLURM_EXPORT_ENV=ALL\n"
 RAY = """# symmetric-run, on the head node: record how it was called and run the command after `--`.
 env | grep ^RAY_ | sort >"$RECORDS/environment"
 stat --format=%a "$RAY_AUTH_TOKEN_PATH" >"$RECORDS/mode"
@@ -164,9 +166,11 @@ def test_the_ranks_end_before_slurm_kills_them(
 
 def test_without_a_newer_checkpoint_the_job_is_not_requeued(dataset: Path, tmp_path: Path) -> None:
     words = (TINY, f"data.path={dataset}", f"directory={tmp_path / 'run'}")
-    job = submit("slurm.sh", tmp_path, *words, programs={"srun": "exit 75"})
+    programs = {"srun": f"{SRUN.partition('while')[0]}exit 75"}
+    job = submit("slurm.sh", tmp_path, *words, programs=programs, SLURM_EXPORT_ENV="NONE")
     code, output = job.finish()
     assert code == 75, output
+    assert (job.records / "exported").read_text() == EXPORTED, "variables do not reach the tasks"
     assert "stopped without a new checkpoint" in output
     assert not job.is_requeued
 
@@ -214,10 +218,11 @@ def submit_driver(tmp_path: Path, **environment: str) -> Job:
 def test_ray_requires_the_token_of_this_job_and_waits_for_all_hosts(tmp_path: Path) -> None:
     job = submit_driver(
         tmp_path, EXIT_CODE="0", SLURM_JOB_NUM_NODES="4", SLURM_GPUS_ON_NODE="8",
-        TXL_HEAD_ADDRESS="10.0.0.7",
+        TXL_HEAD_ADDRESS="10.0.0.7", SLURM_EXPORT_ENV="NONE",
     )  # fmt: skip
     code, output = job.finish()
     assert code == 0, output
+    assert (job.records / "exported").read_text() == EXPORTED, "variables do not reach the tasks"
     environment, command = ((job.records / name).read_text() for name in ("environment", "ray"))
     assert "RAY_AUTH_MODE=token" in environment
     seconds = re.search(r"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=(\d+)", environment)
@@ -321,6 +326,15 @@ def test_every_rank_knows_its_place_and_the_highest_exit_code_is_that_of_the_hos
         "2 0 4 2 host-0:29500 -m txl_dist train config.yaml seed=2",
         "3 1 4 2 host-0:29500 -m txl_dist train config.yaml seed=2",
     ]
+
+
+def test_ranks_that_wait_for_a_failed_one_are_killed(tmp_path: Path) -> None:
+    script = tmp_path / "rank"
+    script.write_text(f"#!/bin/bash\n{RANK}")
+    script.chmod(0o755)
+    variables = {"FAILING_RANK": "3", "EXIT_CODE": "5", "WAITS": "1", "AFTER_FAILURE_SECONDS": "1"}
+    job = start_ranks(tmp_path, "config.yaml", TXL_PYTHON=str(script), **variables)
+    assert job.finish(timeout_seconds=30)[0] == 5
 
 
 @pytest.mark.fault

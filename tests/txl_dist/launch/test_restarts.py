@@ -54,6 +54,13 @@ def failure(
         ([end(0, 1, LOST), end(1, -signal.SIGTERM)], PreemptedError, "stopped on request", False),
         ([end(0, 1, LOST), end(1, -signal.SIGKILL)], TxlError, "rank 1 was killed by SIGK", True),
         ([end(0, 1, LOST), end(1, -signal.SIGSEGV)], TxlError, "rank 1 was killed by SIGS", True),
+        (
+            [end(0, 1, LOST), end(1, -signal.SIGABRT)],
+            TxlError,
+            "rank 1 was killed by SIGABRT",
+            True,
+        ),
+        ([end(0, -signal.SIGABRT), end(1, 2, ConfigError("bad"))], ConfigError, "bad", False),
         ([end(0, 1, LOST), end(1, 5, DivergedError("nan"))], DivergedError, "nan", False),
         ([end(0, 1, LOST), end(1, 2, ConfigError("bad"))], ConfigError, "bad", False),
         (

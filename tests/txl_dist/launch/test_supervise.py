@@ -2,11 +2,13 @@
 too often or do not stop: with a rank group whose ranks are data.
 """
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,6 +148,40 @@ def test_failed_ranks_start_again(group: ScriptedGroup) -> None:
     (line,) = [line for line in group.lines if "restart 1 of at most 1" in line]
     assert line.startswith("rank 1 (node 10.0.0.2, pid 101) died; ")
     assert line.endswith("from the beginning")
+
+
+def test_a_file_server_that_fails_for_a_while_ends_neither_ranks_nor_the_launch(
+    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second look at the run directory, while ranks train and after they have failed."""
+    looks, is_down = 0, False
+
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **named: Any) -> Any:
+            nonlocal looks
+            looks += is_down and group.directory.path in path.parents
+            if looks % 2 and group.directory.path in path.parents:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return method(path, *arguments, **named)
+
+        return call
+
+    def die(num_ranks: int) -> Script:
+        nonlocal is_down
+        yield from group.up(num_ranks, step=7)
+        is_down = True
+        yield []
+        yield [RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
+
+    def finish(num_ranks: int) -> Script:
+        nonlocal is_down, looks
+        assert looks > 4
+        is_down, looks = False, 0
+        yield from group.finish(num_ranks)
+
+    for name in ("exists", "iterdir"):
+        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
+    assert group.run(die, finish, max_restarts=1) == [2, 2]
 
 
 def test_too_many_failures_end_the_launch_with_the_last_one(group: ScriptedGroup) -> None:

@@ -1,8 +1,10 @@
 """What makes a stop request true, and when it ends the process: at once, late, or not at all."""
 
+import errno
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,5 +93,41 @@ def test_a_shared_request_reaches_the_ranks_with_the_same_file(tmp_path: Path) -
     other = StopRequest(stop_file=tmp_path / "stop")
     assert not other
     StopRequest(stop_file=tmp_path / "stop").share()
-    assert other
+    wait_until(lambda: bool(other))
     StopRequest().share()  # nothing to share it through
+
+
+def test_a_file_server_that_fails_for_a_moment_has_not_asked_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FILE_SECONDS", 0.0)
+    stop, failures = StopRequest(stop_file=tmp_path / "stop"), [errno.ESTALE, errno.EIO]
+    exists = Path.exists
+
+    def fails_at_first(path: Path) -> bool:
+        if failures:
+            raise OSError(failures.pop(), "failed")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", fails_at_first)
+    assert not stop
+    assert not stop
+    assert not failures
+    stop.share()
+    assert stop
+
+
+def test_every_look_at_the_file_is_a_request_to_the_server_and_rare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, looks = StopRequest(stop_file=tmp_path / "stop"), []
+
+    def exists(path: Path) -> bool:
+        looks.append(path)
+        return False
+
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=iter(range(1, 20)).__next__))
+    monkeypatch.setattr(module, "FILE_SECONDS", 2.5)
+    assert not any(stop for _ in range(6))
+    assert 2 <= len(looks) <= 3

@@ -2,6 +2,7 @@
 the rank that others wait for, and show a launcher when all ranks hang.
 """
 
+import errno
 import logging
 import re
 import shutil
@@ -338,3 +339,21 @@ def test_ranks_that_never_begin_hang(tmp_path: Path) -> None:
     write(tmp_path, beat(0, 9))  # left by a killed process
     with HangWatch(tmp_path) as watch:
         wait_until(lambda: watch.hang(timeout_seconds=0.0) == "no rank has begun within 1 s")
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_the_watch_survives_a_file_server_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, read = [errno.ESTALE, errno.EIO], module.read_heartbeats
+
+    def fails_at_first(run: Path) -> dict[int, Heartbeat]:
+        if watch.silent_seconds and failures:
+            raise OSError(failures.pop(), "failed")
+        return read(run)
+
+    watch = HangWatch(tmp_path)
+    monkeypatch.setattr(module, "read_heartbeats", fails_at_first)
+    with watch:
+        wait_until(lambda: watch.hang(timeout_seconds=0.0) is not None)
+    assert not failures

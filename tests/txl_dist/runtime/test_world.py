@@ -1,6 +1,7 @@
 """World: what the collectives return on two real ranks, and on one."""
 
 import socket
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -64,3 +65,19 @@ def test_a_port_in_use_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(TxlError, match=rf"127\.0\.0\.1:{port}.*in use.*same command again"):
             World(0, 2, 0).join(timeout_seconds=5.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [("0", True), ("3,4", True), ("GPU-8f1e", True), ("MIG-8f1e", True)]
+    + [(value, False) for value in ("", "-1", "NoDevFiles")],
+)
+def test_a_gpu_that_was_assigned_and_cannot_be_used_is_no_reason_to_train_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    expected = pytest.raises(ConfigError, match=rf"rank 2 on host .* was given GPU {value}")
+    with expected if is_refused else nullcontext():
+        World(2, 4).join(timeout_seconds=1)

@@ -1,5 +1,6 @@
 """The sender: every point arrives exactly once, also by a failing server and `txl track sync`."""
 
+import errno
 import getpass
 import os
 import random
@@ -162,6 +163,19 @@ def test_a_rejected_point_does_not_block_the_others(run_dir: Path, server: Mlflo
     sender_for(run_dir, server.uri).pump()
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 10))
     assert recorded_steps(server.database, run_id_of(run_dir), "poison") == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_the_default_database_needs_no_hard_links(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    write_steps(run_dir, range(1, 3))
+    sender_for(run_dir).pump()
+    assert recorded_steps(run_dir.with_name("mlflow.db"), run_id_of(run_dir)) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["a%20b?c%", "köln #+@c:d=e f"])

@@ -172,11 +172,12 @@ def _scaled(
     num_elements = result.numel() // len(lane_B)
     if num_elements:
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
-        _scale_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, result if x is None else x, result, num_elements, place,
-            threshold, keep_factor(threshold, result.dtype), HAS_INPUT=x is not None,
-            NUM_COUNTERS=_COUNTERS,
-        )  # fmt: skip
+        with torch.cuda.device_of(lane_B):
+            _scale_kernel[num_programs, len(lane_B)](
+                lane_B, key_2, layer, result if x is None else x, result, num_elements, place,
+                threshold, keep_factor(threshold, result.dtype), HAS_INPUT=x is not None,
+                NUM_COUNTERS=_COUNTERS,
+            )  # fmt: skip
     return result
 
 
@@ -190,10 +191,11 @@ def lane_dropout_bits(
     num_words = words.numel() // len(lane_B)
     if num_words:
         num_programs = triton.cdiv(num_words, _COUNTERS)
-        _bits_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, words, num_words, row_size, row_words, place, threshold,
-            IS_ALIGNED=row_size % 16 == 0, NUM_COUNTERS=_COUNTERS,
-        )  # fmt: skip
+        with torch.cuda.device_of(lane_B):
+            _bits_kernel[num_programs, len(lane_B)](
+                lane_B, key_2, layer, words, num_words, row_size, row_words, place, threshold,
+                IS_ALIGNED=row_size % 16 == 0, NUM_COUNTERS=_COUNTERS,
+            )  # fmt: skip
     return words
 
 

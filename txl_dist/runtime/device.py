@@ -134,6 +134,9 @@ def product_flops(size: int, dtype: torch.dtype, device: torch.device, *, second
     generator = torch.Generator(device).manual_seed(0)  # the run's random state does not change
     try:
         matrix = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
+        if device.type == "cuda":  # the first product of a process loads cuBLAS
+            matrix @ matrix
+            synchronize(device)
         best, deadline = 0.0, time.monotonic() + seconds
         while best == 0 or time.monotonic() < deadline:
             start = time.perf_counter()

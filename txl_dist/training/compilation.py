@@ -407,6 +407,8 @@ def _warm_up(group: LayerGroup) -> None:
             group.forward()
             group.d_output_BTD = torch.zeros_like(group.output_BTD)
             group.backward()
+        # The nodes that accumulate gradients would be those of this stream, and stay in memory.
+        del group.output_BTD, group.hidden, group.gradients
     torch.cuda.current_stream().wait_stream(stream)
 
 

@@ -6,7 +6,9 @@ The tests on a GPU record (tests/gpu/test_training_on_gpu.py).
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,13 +95,11 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
         all_recordings.append(recording)
         return recording.replay
 
-    def warm_up(group: compilation.LayerGroup) -> None:
-        group.forward()
-        group.d_output_BTD = torch.zeros_like(group.output_BTD)
-        group.backward()
-
     monkeypatch.setattr(compilation, "recorded", recorded)
-    monkeypatch.setattr(compilation, "_warm_up", warm_up)
+    monkeypatch.setattr(compilation, "WARM_UP_CALLS", 1)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(compilation, "GpuLaneDropoutMasks", Masks)
     return all_recordings
@@ -270,6 +270,45 @@ def test_only_the_step_touches_gradients_of_parameters(recordings: Recordings) -
     nats_BT.sum().backward()
     assert sorted(calls) == sorted(map(id, before))
     assert all(x is y for x, y in zip(model.layers.parameters(), before, strict=True))
+
+
+def test_recorded_gradients_are_not_added_by_nodes_of_the_warm_up(
+    recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They belong to the stream of the warm-up, and a recording has a stream of its own."""
+    found: list[bool] = []
+    warm_up = compilation._warm_up
+
+    def nodes_of(group: compilation.LayerGroup) -> set[Any]:
+        nodes: set[Any] = set()
+        waiting = [group.output_BTD.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting += [other for other, _ in node.next_functions]
+        return {node for node in nodes if node.name() == "torch::autograd::AccumulateGrad"}
+
+    def forward(group: compilation.LayerGroup) -> None:
+        compute(group)
+        for node in nodes_of(group):
+            if is_warm_up:
+                node.metadata["warm"] = True
+            else:
+                found.append("warm" in node.metadata)
+
+    def mark(group: compilation.LayerGroup) -> None:
+        nonlocal is_warm_up
+        is_warm_up = True
+        warm_up(group)
+        is_warm_up = False
+
+    is_warm_up, compute = False, compilation.LayerGroup.forward
+    monkeypatch.setattr(compilation.LayerGroup, "forward", forward)
+    monkeypatch.setattr(compilation, "_warm_up", mark)
+    next(steps(model_of()))
+    assert found
+    assert not any(found)
 
 
 def test_a_step_copies_what_layers_share_once(

@@ -26,6 +26,9 @@ START: dict[str, dict[str, dict[str, Any]]] = {
 """By recipe: what the model of the default size needs besides. As in configs/modern/quickstart.yaml
 and configs/quickstart.yaml."""
 START_ROWS, START_TGT_LEN = 32, 64
+LONGER = f"""
+# For 3,000 steps and more: tgt_len: {4 * START_TGT_LEN} and lanes_per_step: {START_ROWS // 4}, as
+# many tokens per step in longer segments."""
 WORD_CUTOFFS = (20_000, 40_000, 200_000)
 """The paper's for WikiText-103: the softmax of all words would take nearly all of the time."""
 
@@ -62,6 +65,8 @@ def starting_file(
     text = "any long text; for a shorter one run txl config init after txl prepare"
     if tokens is not None:
         text = f"{tokens:,} training tokens"
+    # Measured with this recipe, on long texts.
+    longer = LONGER if recipe == "modern" and rows == START_ROWS else ""
     header = f"""\
 # The settings of one run: a small model, for minutes on two CPU cores. Those in comments have the
 # value of model.recipe or their default; remove the "# " to change one.
@@ -70,7 +75,7 @@ def starting_file(
 #   txl config validate {name}.yaml
 #   txl train {name}.yaml
 #
-# {lanes} lanes for {text} (docs/how_to/choose_settings.md).
+# {lanes} lanes for {text} (docs/how_to/choose_settings.md).{longer}
 # The other recipe: txl config init NAME --recipe {other}. Other sizes, to compare: txl config list.
 
 """

@@ -52,6 +52,18 @@ def test_the_starting_file_is_the_best_known_small_setting(tmp_path: Path) -> No
     assert paper.data == load_run_config(tmp_path / "mine.yaml", ["model.recipe=modern"]).data
 
 
+def test_the_advice_for_longer_runs_has_as_many_tokens_in_a_step(tmp_path: Path) -> None:
+    config = init(tmp_path / "mine.yaml")
+    text = (tmp_path / "mine.yaml").read_text()
+    advice = re.findall(r"# .*(tgt_len): (\d+) and (lanes_per_step): (\d+)", text)
+    ((length_name, length, rows_name, rows),) = advice
+    overrides = [f"data.{length_name}={length}", f"data.{rows_name}={rows}"]
+    longer = load_run_config(tmp_path / "mine.yaml", overrides)
+    assert longer.data.rows * longer.data.tgt_len == config.data.rows * config.data.tgt_len
+    assert longer.data.tgt_len > config.data.tgt_len
+    assert "lanes_per_step: 8" not in starting_file("mine", "paper")
+
+
 def test_the_starting_file_fits_its_data(tmp_path: Path) -> None:
     for tokenizer in ("byte", "word"):
         text = "to be or not to be that is the question " * 3000

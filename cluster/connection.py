@@ -3,8 +3,8 @@
 Ray reads its environment variables when it is imported, so this module imports it late. `ray.init`
 has no time limit for an address at which nothing responds, so `check_cluster` asks first.
 
-Nothing is left of a private Ray when the context ends. If the launcher is killed, Ray's processes
-end by themselves, the last of them (its agents) after about a minute.
+Nothing but its logs (/tmp/ray) is left of a private Ray when the context ends. If the launcher is
+killed, Ray's processes end by themselves, the last of them (its agents) after about a minute.
 """
 
 import atexit
@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import threading
@@ -83,11 +82,8 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
             "the nodes of a cluster, with the same versions of Ray and Python. Without Ray: --on "
             "processes"
         ) from error
-    session = ray._private.worker._global_node.get_session_dir_path()
-    has_failed = True
     try:
         yield
-        has_failed = False
     finally:
         processes = []
         if address is None:
@@ -95,9 +91,6 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
             processes = ray_processes()  # now: Ray's agents lose their parent
         ray.shutdown()
         _kill(processes)
-        if address is None and not has_failed:
-            # Ray keeps its logs for ever, some megabytes of each start; RUN/logs/ray.log remains.
-            shutil.rmtree(session, ignore_errors=True)
 
 
 class ConnectionThread(threading.Thread):

@@ -58,7 +58,7 @@ STOP_SECONDS = 60
 """How long `prepare` and `eval` may take to end; they keep no unfinished unit of work."""
 REQUEST_SECONDS = 60.0
 """Time limit for a response of the API; Ray's client has none."""
-POLL_SECONDS = 2.0
+POLL_SECONDS, MAX_POLL_SECONDS = 2.0, 30.0
 BYTES_PER_SECOND = 1e6
 """Of a job's output: that of weeks has tens of megabytes."""
 EXCLUDES = ("__pycache__", "*.pyc", ".env*", "*.pem", "*.key", "*password*", "*secret*")
@@ -258,7 +258,7 @@ class RayJobs(JobSubmissionClient):
                 write("" if num_written else f"{job.message}\n")
                 return job
             # Every request brings the whole output.
-            time.sleep(max(POLL_SECONDS, num_written / BYTES_PER_SECOND))
+            time.sleep(min(max(POLL_SECONDS, num_written / BYTES_PER_SECOND), MAX_POLL_SECONDS))
 
 
 @contextmanager

@@ -177,7 +177,8 @@ def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
 
 
 COMMUNICATION_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
-"""Beginnings of the launcher's variables that ranks get, unless their node has others."""
+"""Beginnings of the launcher's variables that ranks get, unless their node has others. Interfaces
+may have other names there."""
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variable -> format of its value. Without =, NCCL matches prefixes: eth1 matches eth10."""
 
@@ -364,7 +365,7 @@ class RayRankGroup:
             "environment": {
                 name: value
                 for name, value in os.environ.items()
-                if name.startswith(COMMUNICATION_VARIABLES)
+                if name.startswith(COMMUNICATION_VARIABLES) and name not in INTERFACE_VARIABLES
             },
             "nccl_log": str(self._directory.logs / "nccl-%h-%p.log"),
         }

@@ -7,7 +7,7 @@
 #
 # RANKS_PER_HOST: as many as there are GPUs, or else 1. MASTER_PORT: 29500. The exit code is the
 # highest of the ranks: it says whether the run was stopped (75) or failed, which that of torchrun does
-# not (README.md). After a rank has failed, the others are killed AFTER_FAILURE_SECONDS (60) later.
+# not (README.md). After a rank has failed, the others are killed AFTER_FAILURE_SECONDS (120) later.
 
 set -euo pipefail
 
@@ -44,7 +44,9 @@ while ((${#pids[@]})); do
         code=0
         wait "$pid" || code=$?
         if ((code > highest)) && [[ -z $kill_at || $SECONDS -lt $kill_at ]]; then highest=$code; fi
-        if ((code != 0 && code != 75)); then kill_at=${kill_at:-$((SECONDS + ${AFTER_FAILURE_SECONDS:-60}))}; fi
+        if ((code != 0 && code != 75)) && [[ -z $stop_requested ]]; then
+            kill_at=${kill_at:-$((SECONDS + ${AFTER_FAILURE_SECONDS:-120}))}
+        fi
     done
     pids=("${running[@]}")
     if [[ -n $kill_at && $SECONDS -ge $kill_at ]]; then

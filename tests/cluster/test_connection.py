@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Thread
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -81,17 +80,12 @@ def test_a_grpc_server_responds() -> None:
 
 @pytest.mark.fault_row(43)
 @pytest.mark.slow
-def test_a_private_ray_listens_on_loopback_requires_its_token_and_leaves_nothing() -> None:
-    import ray
-
+def test_a_private_ray_listens_on_loopback_and_requires_its_token() -> None:
     with ray_connection(None, num_cpus=1):
         assert_unusable_without_token()
-        session = Path(ray._private.worker._global_node.get_session_dir_path())
-        assert session.is_dir()
         processes = ray_processes()
         assert any("agent" in " ".join(process.cmdline()).lower() for process in processes)
     wait_until(lambda: not any(is_alive(process.pid) for process in processes))
-    assert not session.exists()
 
 
 def assert_unusable_without_token() -> None:

@@ -76,14 +76,14 @@ class RankEnded:
     """Set by the supervisor: that of `RanksUp.places`."""
 
     @property
-    def is_killed(self) -> bool:
-        """Whether something else than the launcher or NCCL killed it.
+    def is_dead(self) -> bool:
+        """Whether something else than the launcher killed it."""
+        return not self.hung and (self.code is None or self.code < 0)
 
-        NCCL aborts a rank that waits for one that has failed.
-        """
-        return not self.hung and (
-            self.code is None or (self.code < 0 and self.code != -signal.SIGABRT)
-        )
+    @property
+    def is_killed(self) -> bool:
+        """The same, but not NCCL, which aborts a rank that waits for one that has failed."""
+        return self.is_dead and self.code != -signal.SIGABRT
 
     @property
     def death(self) -> str:

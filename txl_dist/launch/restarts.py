@@ -62,7 +62,7 @@ def failure_of(
     advice, logs = resume_advice(directory.path), f"Logs of all ranks: {directory.logs}"
     killed = [end for end in failed if end.is_killed]
     stops = [end.error for end in failed if isinstance(end.error, PreemptedError)]
-    has_stopped = stop_requested and (killed or any(end.hung for end in failed))
+    has_stopped = stop_requested and any(end.hung or end.is_dead for end in failed)
     if stops or has_stopped or any(is_stop_code(end.code) for end in failed):
         before = ", before all ranks had saved" if has_stopped else ""
         stop = stops[0] if stops else PreemptedError(f"stopped on request{before}. {advice}")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -206,6 +207,8 @@ class _StartState:
     preempted: str = ""
     """A node of ranks that will be preempted, in words."""
     is_stopping: bool = False
+    must_share_stop: bool = False
+    """The stop file could not be created yet."""
     change: str = ""
     """Why the running ranks were asked to end before others start."""
     deadline: float = math.inf
@@ -251,7 +254,7 @@ class _Supervisor:
             if not is_change:
                 self._count(failure)
             delay_seconds = 0.0 if is_change else self.budget.delay_seconds
-            self.files.stop.unlink(missing_ok=True)
+            self._see(partial(self.files.stop.unlink, missing_ok=True))
             self.plan.end()
 
     # --- starting ---------------------------------------------------------------------------------
@@ -306,6 +309,8 @@ class _Supervisor:
                     self.output.print(hang)
                     self._end_within(0.0)
                 self._kill_late(running)
+                if self._start.must_share_stop:
+                    self._share_stop()
                 self._poll()
         return failure_of(
             [self._start.ends[rank] for rank in range(num_ranks)],
@@ -376,8 +381,10 @@ class _Supervisor:
         self._end_within(self.spec.config.training.grace_seconds + STOP_MARGIN_SECONDS)
 
     def _share_stop(self) -> None:
-        with suppress(OSError):  # a full disk, or a server that fails; late ranks are killed
+        self._start.must_share_stop = True
+        with suppress(OSError):  # a full disk, or a server that fails: the loop tries again
             self.files.stop.touch()
+            self._start.must_share_stop = False
 
     # --- ranks that end ---------------------------------------------------------------------------
 
@@ -393,7 +400,9 @@ class _Supervisor:
             self._end_within(self.spec.config.training.grace_seconds + STOP_MARGIN_SECONDS)
         if any(end.is_killed and not is_stop_code(end.code) for end in failed):
             checkpoints = self.directory.checkpoints
-            is_publishing = 0 in running and checkpoints.is_publishing(num_ranks)
+            is_publishing = False
+            with suppress(OSError):
+                is_publishing = 0 in running and checkpoints.is_publishing(num_ranks)
             self._end_within(AFTER_FAILURE_SECONDS if is_publishing else AFTER_KILL_SECONDS)
         elif not all(is_stop_code(end.code) for end in failed):
             self._end_within(AFTER_FAILURE_SECONDS)
@@ -446,8 +455,10 @@ class _Supervisor:
         while True:
             try:
                 return look()
-            except OSError:
-                if self.signals or time.monotonic() > deadline:
+            except OSError as error:
+                if self.signals:
+                    raise PreemptedError(f"stopped on request, but {error}") from error
+                if time.monotonic() > deadline:
                     raise
             time.sleep(POLL_SECONDS)
 

@@ -224,8 +224,9 @@ class HangWatch:
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        for rank in read_heartbeats(self._run):  # of earlier processes
-            remove_heartbeat(self._run, rank)
+        with contextlib.suppress(OSError):
+            for rank in read_heartbeats(self._run):  # of earlier processes
+                remove_heartbeat(self._run, rank)
         self._thread.start()
         return self
 

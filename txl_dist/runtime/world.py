@@ -75,7 +75,7 @@ class World:
             torch.cuda.set_device(self.device)
             # After a time limit NCCL's watchdog waits for four times this, by default for a minute.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-        elif _GPU.match(assigned := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        elif _GPU.match(assigned := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()):
             raise ConfigError(
                 f"rank {self.rank} on host {socket.gethostname()} was given GPU {assigned} "
                 "(CUDA_VISIBLE_DEVICES), which torch cannot use; on the CPU it would take weeks. "

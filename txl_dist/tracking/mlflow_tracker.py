@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sqlite3
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.tracking.context.registry import resolve_tags
 from sqlalchemy.engine import make_url
 
+from data_pipeline.system.files import open_descriptor, wait_for_lock
 from txl_dist.config.redaction import redact
 from txl_dist.tracking.tracker import (
     Point,
@@ -266,7 +268,7 @@ def _create_database(path: Path) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         MlflowClient(tracking_uri=sqlite_uri(temporary)).search_experiments(max_results=1)
         # The link covers only the main file, so move the write-ahead log into it first.
@@ -277,8 +279,11 @@ def _create_database(path: Path) -> None:
         except FileExistsError:  # another run has created it in the meantime
             pass
         except OSError:  # a file system without hard links
-            if not path.exists():
-                temporary.rename(path)
+            lock = path.with_name(f".{path.name}.lock")
+            with open_descriptor(lock, os.O_RDWR | os.O_CREAT) as descriptor:
+                wait_for_lock(descriptor, timeout_seconds=1)
+                if not path.exists():
+                    temporary.rename(path)
     finally:
         for leftover in path.parent.glob(f"{temporary.name}*"):
             leftover.unlink(missing_ok=True)

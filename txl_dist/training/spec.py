@@ -8,17 +8,18 @@ import errno
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data_pipeline.system.files import is_locked, wait_for_lock
+from data_pipeline.system.files import is_locked, try_lock, wait_for_lock
 from data_pipeline.system.path_kind import PathKind, kind_of
 from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
@@ -80,23 +81,22 @@ class TrainSpec(BaseModel):
         return self.config.run_path
 
     def lock_of(
-        self, directory: "RunDirectory", *, timeout_seconds: float
+        self,
+        directory: "RunDirectory",
+        *,
+        timeout_seconds: float,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> AbstractContextManager[None]:
-        """The lock of the run directory, without which a restart by the same launch goes on.
-
-        The host of the rank 0 before may be lost, cut off or suspended, and its lock remain for
-        minutes or for ever. Its launcher has given that process up, and it changes nothing as an
-        older attempt.
-        """
-        if self.force_unlock:
+        """The lock of the run directory. See `RunDirectory.locked`."""
+        force = "--force-unlock" if self.force_unlock else ""
+        if force:
             timeout_seconds = min(timeout_seconds, SECONDS_TO_END)
-            return directory.locked(timeout_seconds=timeout_seconds, force="--force-unlock")
-        if newest_record(directory.path / FOLDER, launch_id=self.launch_id):
-            force = "the same command has started the ranks before"
-            return directory.locked(timeout_seconds=timeout_seconds, force=force)
-        # The other ranks wait too.
-        lease_seconds = min(LEASE_SECONDS, self.config.training.rank_timeout_seconds / 2)
-        return directory.locked(timeout_seconds=timeout_seconds, lease_seconds=lease_seconds)
+        return directory.locked(
+            timeout_seconds=timeout_seconds,
+            lease_seconds=lease_seconds,
+            force=force,
+            launch_id=self.launch_id,
+        )
 
     def to_json(self) -> str:
         return self.model_dump_json()
@@ -180,45 +180,83 @@ class RunDirectory:
 
     @contextmanager
     def locked(
-        self, *, timeout_seconds: float = 0.0, lease_seconds: float = 0.0, force: str = ""
+        self,
+        *,
+        timeout_seconds: float = 0.0,
+        lease_seconds: float = 0.0,
+        force: str = "",
+        launch_id: str = "",
     ) -> Iterator[None]:
         """Hold the lock of the directory. The kernel releases it when this process ends.
 
-        Raises ConfigError naming the owner if it is not released within `timeout_seconds`, and
-        `lease_seconds` more if the owner is on another host, which may be lost. With `force`, a
-        reason, it goes on without the lock then: the owner, if it is still running, stops at its
-        next checkpoint, because it is an older attempt (`attempts.py`).
+        A file server may keep the lock of a host that is lost, cut off or suspended. So if the
+        owner is on another host and its run shows no life, this waits `lease_seconds` after
+        `timeout_seconds`. If the owner is of the same launch, which has given that process up, or
+        with `force`, a reason, the run goes on without the lock, and takes it once it is free: the
+        owner, if it lives, stops at its next checkpoint as an older attempt (`attempts.py`).
+
+        Raises ConfigError naming the owner if the lock is not released in time.
         """
         # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        ended = threading.Event()
+        late = threading.Thread(target=self._lock_late, args=(descriptor, launch_id, ended))
         try:
             is_free = wait_for_lock(descriptor, timeout_seconds=timeout_seconds)
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            is_here = owner.startswith(f"host {socket.gethostname()},")
-            if lease_seconds and not (is_free or is_here):
-                log.warning(
-                    "%s is in use (%s); waiting for up to %.0f s, because a file server keeps the "
-                    "lock of a lost host for some time", self.path, owner, lease_seconds,
-                )  # fmt: skip
-                is_free = wait_for_lock(descriptor, timeout_seconds=lease_seconds)
-                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            if not is_free:
-                if not force:
-                    raise ConfigError(
-                        f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until "
-                        "it has ended or stop that process, then run the same command again. If "
-                        "it is lost on a host that does not respond: --force-unlock"
-                    )
+            owner = os.pread(descriptor, 400, 0).decode(errors="replace").strip()
+            if launch_id and owner.endswith(f", launch {launch_id}"):
+                force = force or "the same command has started that process"
+            if not (is_free or force) and lease_seconds and f"boot {_boot_id()}" not in owner:
+                is_free = self._wait_for_lease(descriptor, lease_seconds, owner)
+            if not (is_free or force):
+                raise ConfigError(
+                    f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until "
+                    "it has ended or stop that process, then run the same command again. If "
+                    "it is lost on a host that does not respond: --force-unlock"
+                )
+            if is_free:
+                _write_owner(descriptor, launch_id)
+            else:
                 log.warning("%s is in use (%s); continued: %s", self.path, owner, force)
-                yield
-                return
-            started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            owner = f"host {socket.gethostname()}, pid {os.getpid()}, since {started}\n"
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, owner.encode(), 0)
+                late.start()
             yield
         finally:
+            ended.set()
+            if late.ident is not None:
+                late.join()
             os.close(descriptor)
+
+    def _wait_for_lease(self, descriptor: int, seconds: float, owner: str) -> bool:
+        """Whether the lock of another host is released, unless its run lives."""
+        log.warning(
+            "%s is in use (%s); waiting for up to %.0f s, because a file server keeps the lock of "
+            "a lost host for some time", self.path, owner, seconds,
+        )  # fmt: skip
+        beats, deadline = read_heartbeats(self.path), time.monotonic() + seconds
+        while time.monotonic() < deadline and read_heartbeats(self.path) == beats:
+            if wait_for_lock(descriptor, timeout_seconds=min(BEAT_SECONDS, seconds)):
+                return True
+        return False
+
+    def _lock_late(self, descriptor: int, launch_id: str, ended: threading.Event) -> None:
+        while not ended.wait(POLL_SECONDS):
+            if try_lock(descriptor):
+                _write_owner(descriptor, launch_id)
+                return
+
+
+def _write_owner(descriptor: int, launch_id: str) -> None:
+    started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    place = f"host {socket.gethostname()}, pid {os.getpid()}, since {started}"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{place}, boot {_boot_id()}, launch {launch_id}\n".encode(), 0)
+
+
+def _boot_id() -> str:
+    """Of this start of this machine: containers on different machines may have one host name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    return socket.gethostname()
 
 
 class LaunchFiles:

@@ -45,7 +45,7 @@ from txl_dist.training.origin import find_origin
 from txl_dist.training.phases import phases_from
 from txl_dist.training.resume import Resume, ResumePoint, run_id_of
 from txl_dist.training.scores import ScoreTable, due_in
-from txl_dist.training.spec import RunDirectory, TrainSpec, begin_attempt
+from txl_dist.training.spec import LEASE_SECONDS, RunDirectory, TrainSpec, begin_attempt
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -102,7 +102,13 @@ class Start:
         require_same_spec(spec.config, data, world)
 
         checkpoints = directory.checkpoints
-        lock = spec.lock_of(directory, timeout_seconds=LOCK_TIMEOUT_SECONDS)
+        # Within the time limit of the other ranks, which wait.
+        lease_seconds = 0.8 * spec.config.training.rank_timeout_seconds - LOCK_TIMEOUT_SECONDS
+        lock = spec.lock_of(
+            directory,
+            timeout_seconds=LOCK_TIMEOUT_SECONDS,
+            lease_seconds=max(0.0, min(LEASE_SECONDS, lease_seconds)),
+        )
         world.run_on_rank_zero(lambda: stack.enter_context(lock))
         resume = Resume(spec, data, world, checkpoints)
         point = resume.find()

@@ -103,6 +103,12 @@ def test_an_outage_of_storage_is_restarted_if_the_launch_has_trained(
     assert (str(cause.error), cause.can_restart) == ("bad", False)
 
 
+def test_a_stop_in_which_nccl_aborts_a_rank_is_a_stop(tmp_path: Path) -> None:
+    ended = failure([end(0, 1, LOST), end(1, -signal.SIGABRT)], tmp_path, stop_requested=True)
+    assert ended is not None
+    assert isinstance(ended.error, PreemptedError)
+
+
 def test_nothing_failed_if_all_ranks_succeeded(tmp_path: Path) -> None:
     assert failure([end(0, 0), end(1, 0)], tmp_path, stop_requested=True) is None
 

@@ -368,6 +368,26 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(group: Scripte
         group.run(hang, max_restarts=3)
 
 
+def test_a_request_reaches_the_ranks_once_the_file_server_works_again(
+    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, touch = [errno.ESTALE, errno.EIO], Path.touch
+
+    def fails_at_first(path: Path, *arguments: Any, **named: Any) -> None:
+        if failures and path == group.files.stop:
+            raise OSError(failures.pop(), "failed")
+        touch(path, *arguments, **named)
+
+    def stop(num_ranks: int) -> Script:
+        yield from group.asked_to_stop(num_ranks)
+        yield [RankEnded(rank, 75, PreemptedError("saved")) for rank in range(num_ranks)]
+
+    monkeypatch.setattr(Path, "touch", fails_at_first)
+    with pytest.raises(PreemptedError, match="saved"):
+        group.run(stop)
+    assert not failures
+
+
 def test_ranks_that_die_after_a_stop_request_are_not_success(group: ScriptedGroup) -> None:
     def die(num_ranks: int) -> Script:
         yield from group.asked_to_stop(num_ranks)

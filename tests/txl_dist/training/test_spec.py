@@ -3,13 +3,17 @@
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import wait_until
 from tests.support.training_runs import tiny_spec
-from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.waiting import Heartbeat, write_heartbeat
+from txl_dist.training import spec as module
 from txl_dist.training.spec import RunDirectory, TrainSpec
 
 SHORT_SECONDS = 0.2
@@ -18,8 +22,7 @@ LEASE_SECONDS = 20.0
 
 @pytest.fixture
 def spec(dataset: Path, tmp_path: Path) -> TrainSpec:
-    seconds = f"training.rank_timeout_seconds={2 * LEASE_SECONDS}"
-    return tiny_spec(dataset, tmp_path, seconds)
+    return tiny_spec(dataset, tmp_path)
 
 
 @pytest.fixture
@@ -29,31 +32,58 @@ def directory(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def begin_attempt_of(launch_id: str, directory: RunDirectory) -> None:
-    record = AttemptRecord.of_this_process(number=1, launch_id=launch_id)
-    Attempt(record, directory.path / FOLDER).add()
+def owner_of(directory: RunDirectory) -> str:
+    return (directory.path / "lock").read_text()
 
 
-def test_a_restart_goes_on_without_a_lock_that_a_lost_host_keeps(
+@contextmanager
+def held_elsewhere(directory: RunDirectory) -> Iterator[threading.Event]:
+    """A lock of another host, until the event is set or the context ends."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with directory.locked():
+            (directory.path / "lock").write_text("host elsewhere, pid 7, boot 0, launch a\n")
+            held.set()
+            release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        yield release
+    finally:
+        release.set()
+        holder.join()
+
+
+def test_a_restart_goes_on_without_a_lock_that_a_lost_host_keeps_until_it_is_free(
     spec: TrainSpec, directory: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begin_attempt_of(spec.launch_id, directory)
+    lost = directory.locked(launch_id=spec.launch_id)
+    lost.__enter__()
     with (
-        directory.locked(),  # another descriptor, as of another host
         caplog.at_level(logging.WARNING),
         spec.lock_of(directory, timeout_seconds=SHORT_SECONDS),
     ):
-        assert "continued: the same command has started the ranks before" in caplog.text
+        assert "continued: the same command has started that process" in caplog.text
+        before = owner_of(directory)
+        lost.__exit__(None, None, None)
+        (directory.path / "lock").write_text("")
+        wait_until(lambda: spec.launch_id in owner_of(directory))
+        with pytest.raises(ConfigError), directory.locked():
+            raise AssertionError("the restarted run holds no lock")
+    assert spec.launch_id in before
+    with directory.locked():
+        pass
 
 
-@pytest.mark.parametrize("attempts", [(), ("another",)])
+@pytest.mark.parametrize("launch_id", ["", "another"])
 def test_another_launch_is_refused(
-    spec: TrainSpec, directory: RunDirectory, attempts: tuple[str, ...]
+    spec: TrainSpec, directory: RunDirectory, launch_id: str
 ) -> None:
-    for launch_id in attempts:
-        begin_attempt_of(launch_id, directory)
     with (
-        directory.locked(),
+        directory.locked(launch_id=launch_id),
         pytest.raises(ConfigError, match=r"in use by another run \(host .*--force-unlock"),
         spec.lock_of(directory, timeout_seconds=SHORT_SECONDS),
     ):
@@ -63,21 +93,34 @@ def test_another_launch_is_refused(
 def test_the_lock_of_another_host_is_waited_for_as_long_as_a_file_server_keeps_it(
     spec: TrainSpec, directory: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    release = threading.Event()
+    def release_when_waiting() -> None:
+        wait_until(lambda: "is in use (host elsewhere, pid 7" in caplog.text)
+        release.set()
 
-    def hold() -> None:
-        with directory.locked():
-            (directory.path / "lock").write_text("host elsewhere, pid 7, since yesterday\n")
-            held.set()
-            release.wait(LEASE_SECONDS)
+    with held_elsewhere(directory) as release:
+        threading.Thread(target=release_when_waiting).start()
+        lock = spec.lock_of(directory, timeout_seconds=SHORT_SECONDS, lease_seconds=LEASE_SECONDS)
+        with lock:
+            assert release.is_set()
 
-    held = threading.Event()
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    threading.Timer(3 * SHORT_SECONDS, release.set).start()
+
+def test_the_lock_of_another_host_that_lives_is_refused_soon(
+    spec: TrainSpec, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", SHORT_SECONDS)
+    beat = Heartbeat(
+        rank=0, host="elsewhere", pid=7, number=1, time=0.0, activity="step 2", span="start-up",
+        collective=None, seconds=0.0, stack=(),
+    )  # fmt: skip
+    write_heartbeat(directory.path, beat)
     began = time.monotonic()
-    with spec.lock_of(directory, timeout_seconds=SHORT_SECONDS):
-        assert "is in use (host elsewhere, pid 7, since yesterday); waiting for" in caplog.text
-    holder.join()
-    assert SHORT_SECONDS < time.monotonic() - began < LEASE_SECONDS
+    with held_elsewhere(directory):
+        timer = threading.Timer(
+            2 * SHORT_SECONDS,
+            lambda: write_heartbeat(directory.path, beat.model_copy(update={"number": 2})),
+        )
+        timer.start()
+        lock = spec.lock_of(directory, timeout_seconds=SHORT_SECONDS, lease_seconds=LEASE_SECONDS)
+        with pytest.raises(ConfigError, match="in use by another run"), lock:
+            raise AssertionError("the lock was taken twice")
+    assert time.monotonic() - began < LEASE_SECONDS

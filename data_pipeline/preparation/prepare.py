@@ -46,6 +46,7 @@ from data_pipeline.shards.manifest import (
     ShardManifest,
     SplitEntry,
 )
+from data_pipeline.shards.shard_writer import MAX_DOCUMENT_BYTES, document_too_large
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,
@@ -176,6 +177,7 @@ def _write_dataset(
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
     shards = ShardAssignment(index, settings, runner.staging, note).shards()
+    _require_small_documents(index.documents, shards, settings, runner.staging)
     tokenizer = tokenizer or _train_tokenizer(index.documents, shards["train"], settings, runner)
     write_synced(runner.staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
     header = DatasetHeader(
@@ -217,6 +219,27 @@ def _scan_input(
         rejects.flush()
         os.fsync(rejects.fileno())
     return index
+
+
+def _require_small_documents(
+    documents: Documents,
+    shards: dict[str, list[np.ndarray]],
+    settings: PrepareSettings,
+    staging: Path,
+) -> None:
+    """Raise DataError for a document with more tokens than a shard can hold.
+
+    Only for bytes and characters, which can be counted without a tokenizer: the writer of a shard
+    would find them after hours. It checks all documents.
+    """
+    if settings.tokenizer not in ("byte", "char"):
+        return
+    max_tokens = MAX_DOCUMENT_BYTES // token_dtype(1).itemsize
+    for numbers in itertools.chain.from_iterable(shards.values()):
+        for number in numbers[documents.text_bytes[numbers] > max_tokens].tolist():
+            text = documents.read_text(number, staging) if settings.tokenizer == "char" else None
+            if text is None or sum(map(len, text)) > max_tokens:
+                raise document_too_large(documents.document_id(number))
 
 
 def _train_tokenizer(

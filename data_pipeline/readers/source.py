@@ -147,7 +147,7 @@ def not_utf8(error: UnicodeDecodeError, byte: int) -> BadRecordError:
 def too_long() -> BadRecordError:
     return BadRecordError(
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
-        "text files and arrays of ids may be of any size"
+        "text files and arrays of ids may be larger"
     )
 
 

@@ -256,3 +256,23 @@ def test_a_short_document_without_tokens_is_refused_by_name(
             prepare_dataset([tmp_path / "in"], tmp_path / "out", settings)
     else:
         assert prepare_dataset([tmp_path / "in"], tmp_path / "out", settings).manifest
+
+
+@pytest.mark.parametrize(("tokenizer", "room"), [("byte", 12_001), ("char", 10_001)])
+def test_a_document_with_more_tokens_than_a_shard_holds_is_refused_before_the_writing(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, room: int
+) -> None:
+    labels, settings = list[str](), PrepareSettings.model_validate({"tokenizer": tokenizer})
+    options = {"settings": settings, "progress": lambda label, done, total: labels.append(label)}
+
+    def limit(max_tokens: int) -> None:
+        for module in ("preparation.prepare", "shards.shard_writer"):
+            monkeypatch.setattr(f"data_pipeline.{module}.MAX_DOCUMENT_BYTES", 2 * max_tokens)
+
+    limit(room)  # giant.txt has 12,000 bytes, 10,000 characters, and a token before them
+    prepare(lines, tmp_path / "out", 500, **options)
+    labels.clear()
+    limit(9_999)
+    with pytest.raises(DataError, match=r"giant.txt has more than 19,998 bytes.* Split its text"):
+        prepare(lines, tmp_path / "refused", 500, **options)
+    assert {*labels} <= {"reading", "ordering"}

@@ -77,6 +77,28 @@ def test_samples_are_documents_with_their_keys(tmp_path: Path, suffix: str) -> N
     assert [record.line for record in records] == [1, 2, 3, 4, 5]
 
 
+def test_a_text_is_read_as_in_a_folder(tmp_path: Path) -> None:
+    contents = {
+        "a": b"\xef\xbb\xbfone",
+        "b": b"t\0wo",
+        "c": b"\xef\xbb\xbf",
+        "d": b"three\xef\xbb\xbf",
+    }
+    (tmp_path / "in").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "in" / f"{name}.txt").write_bytes(content)
+    members = (member(f"{name}.txt", content) for name, content in contents.items())
+    marked = member("e.json", b'\xef\xbb\xbf{"text": "four"}')
+    (tmp_path / "in.tar").write_bytes(archive(*members, marked))
+    samples = read(one_file(tmp_path / "in.tar"))
+    in_folder = [read(file)[0] for file in find(tmp_path / "in").files]
+    assert [getattr(each, "text", None) for each in samples] == [
+        *(getattr(each, "text", None) for each in in_folder),
+        "four",
+    ]
+    assert "binary: it has a NUL byte" in str(samples[1])
+
+
 def test_names_with_underscores_are_documents_if_they_have_text(tmp_path: Path) -> None:
     path = tmp_path / "in.tar"
     path.write_bytes(
@@ -160,6 +182,7 @@ BAD_SAMPLES = {
     "member twice": (member("c.txt") + member("c.txt"), "member c.txt occurs twice"),
     "key twice": (member("a.txt", b"again"), "key a: the key occurs twice"),
     "no text": (member("c.jpg") + member("c.cls"), "no member .text, .txt, .json; its ext"),
+    "NUL": (member("c.txt", b"a\0"), "key c: binary: it has a NUL byte"),
     "not UTF-8": (member("c.txt", b"\xff"), "key c: invalid UTF-8"),
     "bad JSON": (member("c.json", b'{"text": '), "key c: broken JSON"),
     "JSON key twice": (member("c.json", b'{"text": "x", "text": "y"}'), 'key "text" twice'),

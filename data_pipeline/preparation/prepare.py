@@ -29,6 +29,7 @@ from data_pipeline.preparation.splits import (
     ShardAssignment,
     choose_given_splits,
     first_of_each_text,
+    require_distinct_files,
 )
 from data_pipeline.preparation.work_units import BatchUnit, UnitRunner
 from data_pipeline.readers import InputFile, find_files
@@ -131,6 +132,8 @@ def prepare_dataset(
         read_as = inputs_found.read_as
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)
+        if settings.dedup != "exact":
+            require_distinct_files(files, note)
         if settings.text_key != "text" and {file.kind for file in files} <= KINDS_WITHOUT_KEYS:
             raise ConfigError(
                 f"--text-key {settings.text_key!r}: no file of the input has keys or columns, it "

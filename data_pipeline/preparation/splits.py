@@ -18,7 +18,9 @@ documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem; otherwise the documen
 
 import hashlib
 import itertools
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +41,7 @@ from data_pipeline.readers.split_names import (
     unclear_files,
 )
 from data_pipeline.shards.manifest import PrepareSettings
-from data_pipeline.system.sources import shown
+from data_pipeline.system.sources import scheme_of, shown
 from data_pipeline.tokenizers.training import FIXED_SPLIT, recipe_of
 
 Unit = Literal["bytes", "characters", "ids"]
@@ -282,6 +284,31 @@ def choose_given_splits(
         (only,) = counts
         note(f"all files have names of the split {only}, and become train: the only split")
     return [replace(file, split="") if file.split else file for file in found.files]
+
+
+def require_distinct_files(files: list[InputFile], note: Callable[[str], None]) -> None:
+    """Raise ConfigError if splits share a file through a link; report links within a split."""
+    seen: dict[tuple[int, int, str], InputFile] = {}
+    linked = []
+    marks = Counter(file.mark for file in files)  # one file has one mark
+    for file in files:
+        path = file.archive or file.path
+        if scheme_of(path) or not file.mark or marks[file.mark] == 1:
+            continue
+        status = os.stat(path)  # noqa: PTH116 - faster for many files
+        first = seen.setdefault((status.st_dev, status.st_ino, file.member), file)
+        if (first.split or TRAIN) != (file.split or TRAIN):
+            raise ConfigError(
+                f"{shown(first.place)} in {first.split or TRAIN} and {shown(file.place)} in "
+                f"{file.split or TRAIN} are one file, through a link. Give it in one split, or "
+                "--dedup exact, which drops it from train"
+            )
+        linked += [file.name] * (first is not file)
+    if linked:
+        note(
+            f"links to other files of the input, which are read again: {list_names(linked)} "
+            "(--dedup exact keeps one)"
+        )
 
 
 def _stem(key: str) -> str:

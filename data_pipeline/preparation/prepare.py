@@ -250,24 +250,33 @@ def _train_tokenizer(
 ) -> Tokenizer:
     """Train on the shards of the train split.
 
-    Work units count the symbols of each shard: characters, words, or for bpe the words at the
-    beginning of train. This process adds the counts and builds the vocabulary.
+    Work units count the symbols of each shard: characters, words, or for bpe the words of about
+    `train_bytes` that are spread over train. This process adds the counts and builds the
+    vocabulary.
     """
-    sizes = (int(documents.text_bytes[numbers].sum()) for numbers in train)
-    starts = [0, *itertools.accumulate(sizes)]
+    sizes = [int(documents.text_bytes[numbers].sum()) for numbers in train]
     contexts = [settings] * len(train)
-    if settings.tokenizer == "bpe":
-        left = (settings.train_bytes - start for start in starts[:-1])
-        contexts = [settings.model_copy(update={"train_bytes": size}) for size in left if size > 0]
-    pairs = enumerate(zip(contexts, train, strict=False))
+    if settings.tokenizer == "bpe" and sum(sizes) > settings.train_bytes:
+        shares = [-(-size * settings.train_bytes // sum(sizes)) for size in sizes]
+        contexts = [settings.model_copy(update={"train_bytes": share}) for share in shares]
+        train = list(map(partial(_sample_of_shard, documents), train, shares))
+        sizes = [int(documents.text_bytes[numbers].sum()) for numbers in train]
     units = (
         BatchUnit("count", "train", number, context.model_dump_json(), documents.take(numbers))
-        for number, (context, numbers) in pairs
+        for number, (context, numbers) in enumerate(zip(contexts, train, strict=True))
     )
-    results = runner.run("counting", units, starts[len(contexts)])
+    results = runner.run("counting", units, sum(sizes))
     paths = sorted(runner.staging / result["counts"] for _, result in results)
     runner.progress("training the tokenizer", 0, 0)
     return tokenizer_of_counts(settings, sum_of_counts(paths))
+
+
+def _sample_of_shard(documents: Documents, numbers: np.ndarray, num_bytes: int) -> np.ndarray:
+    """Documents of a shard with at least `num_bytes` of text, in the order of their hashes."""
+    hashes = np.ascontiguousarray(documents.text_hash[numbers]).view("<u8")[:, 0]
+    sample = numbers[np.argsort(hashes, kind="stable")]
+    ends = np.cumsum(documents.text_bytes[sample])
+    return sample[: np.searchsorted(ends, np.uint64(num_bytes)) + 1]
 
 
 def _write_shards(

@@ -49,7 +49,7 @@ class BatchUnit:
     """A unit that reads the documents of one shard again.
 
     `shard`: tokenize and write them; `context` is the IndexHeader. `count`: count symbols for a
-    vocabulary; `context` is the PrepareSettings, for bpe with the `train_bytes` left for it.
+    vocabulary; `context` is the PrepareSettings, for bpe with the `train_bytes` of its share.
     """
 
     kind: Literal["shard", "count"]

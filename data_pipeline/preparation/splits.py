@@ -94,8 +94,8 @@ class ShardAssignment:
         """Names of the splits, train first, and int8 [len(numbers)]: the split of these documents.
 
         The split depends on the id of the document, or the name of its work, so it does not change
-        when documents are added to the input. An empty split takes the work with the smallest hash
-        of the largest split.
+        when documents are added at the end of the input (docs/how_to/keep_splits.md has the
+        exceptions). An empty split takes the work with the smallest hash of the largest split.
         """
         fractions = self.settings.split
         given = [file.split or TRAIN for file in self.index.files]
@@ -110,7 +110,12 @@ class ShardAssignment:
                 )
             is_train = split_of == 0
             hashes = self._hash_works()[numbers][is_train]
-            chosen = _choose_splits(hashes, [fractions[name] for name in held_out])
+            chosen, filled = _choose_splits(hashes, [fractions[name] for name in held_out])
+            for position in filled:
+                self.note(
+                    f"split {(TRAIN, *held_out)[position]} took a document of another split, "
+                    "because none fell into it; in a larger input it may give it back"
+                )
             positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
             split_of[is_train] = positions[chosen]
         for position, name in enumerate(names):
@@ -184,9 +189,12 @@ class ShardAssignment:
 
 
 def _works(index: InputIndex, split_by: str | None) -> Iterator[str]:
-    """The work of every document, as a name; see the module docstring."""
-    documents = index.documents
-    names = documents.names
+    """The work of every document, as a name; see the module docstring.
+
+    Names are short ones, so that another input with a file of the same name changes none.
+    """
+    names = [file.short_name or file.name for file in index.files]
+    documents = replace(index.documents, names=names)
     if split_by == "document":
         return documents.ids()
     if split_by == "file":
@@ -317,10 +325,13 @@ def _stem(key: str) -> str:
     return part[1] if part else key
 
 
-def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
-    """int [D]: 0 for train, i for the split of the i-th fraction. Equal hashes stay together."""
+def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, list[int]]:
+    """int [D]: 0 for train, i for the split of the i-th fraction. Equal hashes stay together.
+
+    And the splits that were empty, which took a work of another.
+    """
     bounds = np.array(list(itertools.accumulate(int(f * 2**64) for f in fractions)), np.uint64)
-    num_splits = len(fractions) + 1
+    num_splits, filled = len(fractions) + 1, []
     split_of = (np.searchsorted(bounds, hashes, side="right") + 1) % num_splits
     for split in range(num_splits):
         if (split_of == split).any():
@@ -328,7 +339,8 @@ def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
         works = [len(np.unique(hashes[split_of == each])) for each in range(num_splits)]
         is_donor = split_of == np.argmax(works)
         split_of[is_donor & (hashes == hashes[is_donor].min())] = split
-    return split_of
+        filled.append(split)
+    return split_of, filled
 
 
 def hash64(purpose: bytes, content: bytes) -> int:

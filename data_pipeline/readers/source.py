@@ -218,6 +218,9 @@ class InputFile:
     """The address of the archive from which `path` was unpacked; `mark` is then that of it."""
     member: str = ""
     """The path in this archive."""
+    short_name: str = ""
+    """The name that the file would have without the other inputs; "" if it is `name`, or if an
+    earlier file has it."""
 
     @property
     def suffix(self) -> Suffix:

@@ -64,6 +64,9 @@ from data_pipeline.tokenizers import (
 )
 
 DEFAULT_MAX_REJECT_RATE = 0.001
+LARGE_TEXT_BYTES = 64 * 2**20
+RAM_PER_TEXT_BYTE = 160
+"""Of a document that `tokenizers` encodes as a whole, in bytes."""
 KINDS_WITHOUT_KEYS = {"text", "lines", "blank_lines", "wikitext", "binary"}
 """Kinds of files of which `--text-key` decides nothing."""
 
@@ -145,6 +148,14 @@ def prepare_dataset(
         if empty:
             note(f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}")
         tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
+        large = [f for f in files if f.kind == "text" and f.size > LARGE_TEXT_BYTES]
+        if large and tokenizer and tokenizer.cuts == "never":
+            largest = max(large, key=lambda file: file.size)
+            note(
+                f"{printable(largest.name)} is one document, and this tokenizer encodes documents "
+                f"as a whole: expect {largest.size * RAM_PER_TEXT_BYTE / 2**30:,.0f} GiB of RAM. "
+                "For less, divide the text into documents (JSON lines, or --format lines)"
+            )
         summarize_input = partial(_summarize_input, files, settings, workers, progress)
         manifest = find_existing(out, settings, tokenizer, summarize_input)
         if not manifest:

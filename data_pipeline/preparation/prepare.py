@@ -9,6 +9,7 @@ when the program is stopped or killed, and a rerun of the same command reuses th
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,14 @@ from data_pipeline.preparation.output import (
     fingerprint_of,
     require_usable_input,
 )
-from data_pipeline.preparation.scan import InputIndex, ScanResult, ScanUnit, plan_scan, scan
+from data_pipeline.preparation.scan import (
+    MAX_EXTENSIONS,
+    InputIndex,
+    ScanResult,
+    ScanUnit,
+    plan_scan,
+    scan,
+)
 from data_pipeline.preparation.splits import (
     ShardAssignment,
     choose_given_splits,
@@ -187,7 +195,7 @@ def _write_dataset(
     note: Callable[[str], None],
 ) -> ShardManifest:
     """Run all stages. `tokenizer` is None if it is trained on the input."""
-    index = _scan_input(files, settings, runner)
+    index = _scan_input(files, settings, runner, note)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
     shards = ShardAssignment(index, settings, runner.staging, note).shards()
@@ -221,12 +229,21 @@ def _write_dataset(
 
 
 def _scan_input(
-    files: list[InputFile], settings: PrepareSettings, runner: UnitRunner
+    files: list[InputFile],
+    settings: PrepareSettings,
+    runner: UnitRunner,
+    note: Callable[[str], None],
 ) -> InputIndex:
     """Scan all units and join the results. Writes the list of rejects to staging."""
     units = plan_scan(files, settings.text_key)
-    results = runner.run("reading", units, sum(unit.size for unit in units))
-    paths = [runner.staging / result["scan"] for _, result in sorted(results)]
+    results = sorted(runner.run("reading", units, sum(unit.size for unit in units)))
+    paths = [runner.staging / result["scan"] for _, result in results]
+    unread = Counter[str]()
+    for _, result in results:
+        unread.update(result.get("unread", {}))  # earlier versions did not count them
+    if unread:
+        counts = (f"{n:,} .{printable(name)}" for name, n in unread.most_common(MAX_EXTENSIONS))
+        note(f"members of samples that are not read (see --text-key): {', '.join(counts)}")
     with (runner.staging / REJECTS_NAME).open("wb") as rejects:
         # From disk, because all scans in RAM would take another 70 bytes per document.
         index = InputIndex(files, units, map(ScanResult.load, paths), rejects)

@@ -14,6 +14,7 @@ import math
 import os
 import posixpath
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -273,6 +274,8 @@ class Source:
     lines: int = 0
     """Lines that start in the range; 0 after an error. A reader that supports ranges must count
     them: line numbers of the file are those of a range plus the lines of all earlier ranges."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Members of samples that are no text of a document, by their extension."""
 
     @property
     def id_rules(self) -> IdRules:

@@ -245,6 +245,9 @@ def read_tar(source: Source) -> Iterator[Record | Reject]:
             sample.add(member, text_extensions)
         text_of, line = partial(_text_of, source, text_extensions), source.lines + 1
         record = source.record(text_of, sample, line=line, byte=sample.offset, key=key)
+        if isinstance(record, Record):
+            text = next(each for each in text_extensions if each in sample.contents)
+            source.unread.update(each[:40] for each in sample.contents if each != text)
         if not (isinstance(record, Reject) and is_metadata(f"{posixpath.basename(key)}/")):
             source.lines += 1
             yield record

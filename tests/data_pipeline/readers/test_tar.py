@@ -132,6 +132,18 @@ def test_the_text_key_selects_the_member(tmp_path: Path) -> None:
     assert 'key a: no key "body"; keys seen: caption' in str(reject)
 
 
+def test_members_of_samples_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    names = ("a.de.txt", "a.jpg", "a.txt", "b.jpg", "b.txt", "c.jpg", "d.txt", "__meta__.json")
+    (tmp_path / "in.tar").write_bytes(archive(*map(member, names)))
+    (tmp_path / "two.tar").write_bytes(archive(member("e.txt"), member("e.jpg")))
+    inputs, lines = [tmp_path / "in.tar", tmp_path / "two.tar"], list[str]()
+    settings = PrepareSettings(format="tar")
+    options = {"max_reject_rate": 0.5, "note": lines.append}
+    prepare_dataset(inputs, tmp_path / "out", settings, **options)
+    note = "members of samples that are not read (see --text-key): 3 .jpg, 1 .de.txt"
+    assert note in lines, "the sample c, which has no text, is a reject"
+
+
 def test_samples_of_token_ids(tmp_path: Path) -> None:
     path = tmp_path / "in.tar"
     path.write_bytes(

@@ -9,6 +9,7 @@ when the program is stopped or killed, and a rerun of the same command reuses th
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +25,19 @@ from data_pipeline.preparation.output import (
     fingerprint_of,
     require_usable_input,
 )
-from data_pipeline.preparation.scan import InputIndex, ScanResult, ScanUnit, plan_scan, scan
+from data_pipeline.preparation.scan import (
+    MAX_EXTENSIONS,
+    InputIndex,
+    ScanResult,
+    ScanUnit,
+    plan_scan,
+    scan,
+)
 from data_pipeline.preparation.splits import (
     ShardAssignment,
     choose_given_splits,
     first_of_each_text,
+    require_distinct_files,
 )
 from data_pipeline.preparation.work_units import BatchUnit, UnitRunner
 from data_pipeline.readers import InputFile, find_files
@@ -46,6 +55,7 @@ from data_pipeline.shards.manifest import (
     ShardManifest,
     SplitEntry,
 )
+from data_pipeline.shards.shard_writer import MAX_DOCUMENT_BYTES, document_too_large
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,
@@ -62,6 +72,9 @@ from data_pipeline.tokenizers import (
 )
 
 DEFAULT_MAX_REJECT_RATE = 0.001
+LARGE_TEXT_BYTES = 64 * 2**20
+RAM_PER_TEXT_BYTE = 160
+"""Of a document that `tokenizers` encodes as a whole, in bytes."""
 KINDS_WITHOUT_KEYS = {"text", "lines", "blank_lines", "wikitext", "binary"}
 """Kinds of files of which `--text-key` decides nothing."""
 
@@ -130,6 +143,8 @@ def prepare_dataset(
         read_as = inputs_found.read_as
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)
+        if settings.dedup != "exact":
+            require_distinct_files(files, note)
         if settings.text_key != "text" and {file.kind for file in files} <= KINDS_WITHOUT_KEYS:
             raise ConfigError(
                 f"--text-key {settings.text_key!r}: no file of the input has keys or columns, it "
@@ -141,6 +156,14 @@ def prepare_dataset(
         if empty:
             note(f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}")
         tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
+        large = [f for f in files if f.kind == "text" and f.size > LARGE_TEXT_BYTES]
+        if large and tokenizer and tokenizer.cuts == "never":
+            largest = max(large, key=lambda file: file.size)
+            note(
+                f"{printable(largest.name)} is one document, and this tokenizer encodes documents "
+                f"as a whole: expect {largest.size * RAM_PER_TEXT_BYTE / 2**30:,.0f} GiB of RAM. "
+                "For less, divide the text into documents (JSON lines, or --format lines)"
+            )
         summarize_input = partial(_summarize_input, files, settings, workers, progress)
         manifest = find_existing(out, settings, tokenizer, summarize_input)
         if not manifest:
@@ -172,10 +195,11 @@ def _write_dataset(
     note: Callable[[str], None],
 ) -> ShardManifest:
     """Run all stages. `tokenizer` is None if it is trained on the input."""
-    index = _scan_input(files, settings, runner)
+    index = _scan_input(files, settings, runner, note)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
     shards = ShardAssignment(index, settings, runner.staging, note).shards()
+    _require_small_documents(index.documents, shards, settings, runner.staging)
     tokenizer = tokenizer or _train_tokenizer(index.documents, shards["train"], settings, runner)
     write_synced(runner.staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
     header = DatasetHeader(
@@ -205,12 +229,21 @@ def _write_dataset(
 
 
 def _scan_input(
-    files: list[InputFile], settings: PrepareSettings, runner: UnitRunner
+    files: list[InputFile],
+    settings: PrepareSettings,
+    runner: UnitRunner,
+    note: Callable[[str], None],
 ) -> InputIndex:
     """Scan all units and join the results. Writes the list of rejects to staging."""
     units = plan_scan(files, settings.text_key)
-    results = runner.run("reading", units, sum(unit.size for unit in units))
-    paths = [runner.staging / result["scan"] for _, result in sorted(results)]
+    results = sorted(runner.run("reading", units, sum(unit.size for unit in units)))
+    paths = [runner.staging / result["scan"] for _, result in results]
+    unread = Counter[str]()
+    for _, result in results:
+        unread.update(result.get("unread", {}))  # earlier versions did not count them
+    if unread:
+        counts = (f"{n:,} .{printable(name)}" for name, n in unread.most_common(MAX_EXTENSIONS))
+        note(f"members of samples that are not read (see --text-key): {', '.join(counts)}")
     with (runner.staging / REJECTS_NAME).open("wb") as rejects:
         # From disk, because all scans in RAM would take another 70 bytes per document.
         index = InputIndex(files, units, map(ScanResult.load, paths), rejects)
@@ -219,29 +252,59 @@ def _scan_input(
     return index
 
 
+def _require_small_documents(
+    documents: Documents,
+    shards: dict[str, list[np.ndarray]],
+    settings: PrepareSettings,
+    staging: Path,
+) -> None:
+    """Raise DataError for a document with more tokens than a shard can hold.
+
+    Only for bytes and characters, which can be counted without a tokenizer: the writer of a shard
+    would find them after hours. It checks all documents.
+    """
+    if settings.tokenizer not in ("byte", "char"):
+        return
+    max_tokens = MAX_DOCUMENT_BYTES // token_dtype(1).itemsize
+    for numbers in itertools.chain.from_iterable(shards.values()):
+        for number in numbers[documents.text_bytes[numbers] > max_tokens].tolist():
+            text = documents.read_text(number, staging) if settings.tokenizer == "char" else None
+            if text is None or sum(map(len, text)) > max_tokens:
+                raise document_too_large(documents.document_id(number))
+
+
 def _train_tokenizer(
     documents: Documents, train: list[np.ndarray], settings: PrepareSettings, runner: UnitRunner
 ) -> Tokenizer:
     """Train on the shards of the train split.
 
-    Work units count the symbols of each shard: characters, words, or for bpe the words at the
-    beginning of train. This process adds the counts and builds the vocabulary.
+    Work units count the symbols of each shard: characters, words, or for bpe the words of about
+    `train_bytes` that are spread over train. This process adds the counts and builds the
+    vocabulary.
     """
-    sizes = (int(documents.text_bytes[numbers].sum()) for numbers in train)
-    starts = [0, *itertools.accumulate(sizes)]
+    sizes = [int(documents.text_bytes[numbers].sum()) for numbers in train]
     contexts = [settings] * len(train)
-    if settings.tokenizer == "bpe":
-        left = (settings.train_bytes - start for start in starts[:-1])
-        contexts = [settings.model_copy(update={"train_bytes": size}) for size in left if size > 0]
-    pairs = enumerate(zip(contexts, train, strict=False))
+    if settings.tokenizer == "bpe" and sum(sizes) > settings.train_bytes:
+        shares = [-(-size * settings.train_bytes // sum(sizes)) for size in sizes]
+        contexts = [settings.model_copy(update={"train_bytes": share}) for share in shares]
+        train = list(map(partial(_sample_of_shard, documents), train, shares))
+        sizes = [int(documents.text_bytes[numbers].sum()) for numbers in train]
     units = (
         BatchUnit("count", "train", number, context.model_dump_json(), documents.take(numbers))
-        for number, (context, numbers) in pairs
+        for number, (context, numbers) in enumerate(zip(contexts, train, strict=True))
     )
-    results = runner.run("counting", units, starts[len(contexts)])
+    results = runner.run("counting", units, sum(sizes))
     paths = sorted(runner.staging / result["counts"] for _, result in results)
     runner.progress("training the tokenizer", 0, 0)
     return tokenizer_of_counts(settings, sum_of_counts(paths))
+
+
+def _sample_of_shard(documents: Documents, numbers: np.ndarray, num_bytes: int) -> np.ndarray:
+    """Documents of a shard with at least `num_bytes` of text, in the order of their hashes."""
+    hashes = np.ascontiguousarray(documents.text_hash[numbers]).view("<u8")[:, 0]
+    sample = numbers[np.argsort(hashes, kind="stable")]
+    ends = np.cumsum(documents.text_bytes[sample])
+    return sample[: np.searchsorted(ends, np.uint64(num_bytes)) + 1]
 
 
 def _write_shards(

@@ -12,8 +12,9 @@ import hashlib
 import itertools
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -31,6 +32,8 @@ MAX_RANGES_PER_UNIT = 4096
 MAX_REJECTS = 1_000_000
 """Maximum number of rejects per unit. A reject takes up to 1 kB of RAM."""
 MAX_SHOWN_REJECTS = 5
+MAX_EXTENSIONS = 20
+"""Of unread members that a unit reports, the most frequent ones."""
 _ROWS_PER_UPDATE = 8192
 """Records whose contribution to the digest is held in RAM."""
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
@@ -93,6 +96,7 @@ class ScanResult:
     range_lines: np.ndarray  # int64 [F]: number of lines in each file range
     rejects: tuple[Reject, ...]  # [R]
     keys: tuple[str, ...] = ()  # [N] `Record.key`, "" for rejects; () if there are none
+    unread: Counter[str] = field(default_factory=Counter)  # `Source.unread`; not in the file
 
     def to_bytes(self) -> bytes:
         rejects = [astuple(reject) for reject in self.rejects]
@@ -145,8 +149,9 @@ def scan(unit: ScanUnit, texts: BinaryIO) -> ScanResult:
     range_lines: list[int] = []
     rejects: list[Reject] = []
     keys: list[str] = []
+    unread = Counter[str]()
     for number, (_, file, start, stop) in enumerate(unit.ranges):
-        source = Source(file, unit.text_key, start, stop, texts)
+        source = Source(file, unit.text_key, start, stop, texts, unread=unread)
         last_line = 0
         for record in read_records(source):
             last_line = record.line
@@ -175,6 +180,7 @@ def scan(unit: ScanUnit, texts: BinaryIO) -> ScanResult:
         range_lines=np.array(range_lines, dtype=np.int64),
         rejects=tuple(rejects),
         keys=tuple(keys),
+        unread=unread,
     )
 
 

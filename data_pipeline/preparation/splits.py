@@ -18,7 +18,9 @@ documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem; otherwise the documen
 
 import hashlib
 import itertools
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +41,7 @@ from data_pipeline.readers.split_names import (
     unclear_files,
 )
 from data_pipeline.shards.manifest import PrepareSettings
-from data_pipeline.system.sources import shown
+from data_pipeline.system.sources import scheme_of, shown
 from data_pipeline.tokenizers.training import FIXED_SPLIT, recipe_of
 
 Unit = Literal["bytes", "characters", "ids"]
@@ -92,8 +94,8 @@ class ShardAssignment:
         """Names of the splits, train first, and int8 [len(numbers)]: the split of these documents.
 
         The split depends on the id of the document, or the name of its work, so it does not change
-        when documents are added to the input. An empty split takes the work with the smallest hash
-        of the largest split.
+        when documents are added at the end of the input (docs/how_to/keep_splits.md has the
+        exceptions). An empty split takes the work with the smallest hash of the largest split.
         """
         fractions = self.settings.split
         given = [file.split or TRAIN for file in self.index.files]
@@ -108,7 +110,12 @@ class ShardAssignment:
                 )
             is_train = split_of == 0
             hashes = self._hash_works()[numbers][is_train]
-            chosen = _choose_splits(hashes, [fractions[name] for name in held_out])
+            chosen, filled = _choose_splits(hashes, [fractions[name] for name in held_out])
+            for position in filled:
+                self.note(
+                    f"split {(TRAIN, *held_out)[position]} took a document of another split, "
+                    "because none fell into it; in a larger input it may give it back"
+                )
             positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
             split_of[is_train] = positions[chosen]
         for position, name in enumerate(names):
@@ -182,9 +189,12 @@ class ShardAssignment:
 
 
 def _works(index: InputIndex, split_by: str | None) -> Iterator[str]:
-    """The work of every document, as a name; see the module docstring."""
-    documents = index.documents
-    names = documents.names
+    """The work of every document, as a name; see the module docstring.
+
+    Names are short ones, so that another input with a file of the same name changes none.
+    """
+    names = [file.short_name or file.name for file in index.files]
+    documents = replace(index.documents, names=names)
     if split_by == "document":
         return documents.ids()
     if split_by == "file":
@@ -284,16 +294,44 @@ def choose_given_splits(
     return [replace(file, split="") if file.split else file for file in found.files]
 
 
+def require_distinct_files(files: list[InputFile], note: Callable[[str], None]) -> None:
+    """Raise ConfigError if splits share a file through a link; report links within a split."""
+    seen: dict[tuple[int, int, str], InputFile] = {}
+    linked = []
+    marks = Counter(file.mark for file in files)  # one file has one mark
+    for file in files:
+        path = file.archive or file.path
+        if scheme_of(path) or not file.mark or marks[file.mark] == 1:
+            continue
+        status = os.stat(path)  # noqa: PTH116 - faster for many files
+        first = seen.setdefault((status.st_dev, status.st_ino, file.member), file)
+        if (first.split or TRAIN) != (file.split or TRAIN):
+            raise ConfigError(
+                f"{shown(first.place)} in {first.split or TRAIN} and {shown(file.place)} in "
+                f"{file.split or TRAIN} are one file, through a link. Give it in one split, or "
+                "--dedup exact, which drops it from train"
+            )
+        linked += [file.name] * (first is not file)
+    if linked:
+        note(
+            f"links to other files of the input, which are read again: {list_names(linked)} "
+            "(--dedup exact keeps one)"
+        )
+
+
 def _stem(key: str) -> str:
     """The key of a document in a tar file without the number of the part; "" without a key."""
     part = re.fullmatch(r"(.*[^/_.-])[/_.-]+[a-z]*\d+", key, re.IGNORECASE)
     return part[1] if part else key
 
 
-def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
-    """int [D]: 0 for train, i for the split of the i-th fraction. Equal hashes stay together."""
+def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, list[int]]:
+    """int [D]: 0 for train, i for the split of the i-th fraction. Equal hashes stay together.
+
+    And the splits that were empty, which took a work of another.
+    """
     bounds = np.array(list(itertools.accumulate(int(f * 2**64) for f in fractions)), np.uint64)
-    num_splits = len(fractions) + 1
+    num_splits, filled = len(fractions) + 1, []
     split_of = (np.searchsorted(bounds, hashes, side="right") + 1) % num_splits
     for split in range(num_splits):
         if (split_of == split).any():
@@ -301,7 +339,8 @@ def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
         works = [len(np.unique(hashes[split_of == each])) for each in range(num_splits)]
         is_donor = split_of == np.argmax(works)
         split_of[is_donor & (hashes == hashes[is_donor].min())] = split
-    return split_of
+        filled.append(split)
+    return split_of, filled
 
 
 def hash64(purpose: bytes, content: bytes) -> int:

@@ -26,7 +26,7 @@ from data_pipeline.preparation.output import (
     load_finished,
     record_finished,
 )
-from data_pipeline.preparation.scan import ScanUnit, scan
+from data_pipeline.preparation.scan import MAX_EXTENSIONS, ScanUnit, scan
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds
 from data_pipeline.shards.shard_writer import ShardWriter, TextCounter
@@ -49,7 +49,7 @@ class BatchUnit:
     """A unit that reads the documents of one shard again.
 
     `shard`: tokenize and write them; `context` is the IndexHeader. `count`: count symbols for a
-    vocabulary; `context` is the PrepareSettings, for bpe with the `train_bytes` left for it.
+    vocabulary; `context` is the PrepareSettings, for bpe with the `train_bytes` of its share.
     """
 
     kind: Literal["shard", "count"]
@@ -135,13 +135,13 @@ def _require_shared_staging(staging: Path, fingerprint: str) -> None:
 def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     texts = scratch / texts_path(staging, unit.number).name
     with texts.open("wb") as file:
-        data = scan(unit, file).to_bytes()
+        result = scan(unit, file)
         file.flush()
         os.fsync(file.fileno())
     path = scratch / f"{unit.name}.safetensors"
-    write_synced(path, data)
+    write_synced(path, result.to_bytes())
     files = [_move_to_staging(each, staging) for each in (path, texts)]
-    return {"scan": files[0].path}, files
+    return {"scan": files[0].path, "unread": dict(result.unread.most_common(MAX_EXTENSIONS))}, files
 
 
 def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:

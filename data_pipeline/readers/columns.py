@@ -10,6 +10,9 @@ stream must have its end mark, because one that is cut between two messages is o
 
 csv: the first row names the columns. Fields are separated by commas, in .tsv and .tab files by
 tabs. A field with a separator or line break is in double quotes, with a quote inside it doubled.
+Many TSV files have no quotes, so that a text that begins with one would be joined with the rows up
+to a text that ends with one. Such rows, with a tab and a line break in a field, are rejected unless
+the names of the columns are in quotes, too.
 
 Sources: Apache Arrow, "Arrow Columnar Format", section "IPC Streaming Format"; RFC 4180.
 """
@@ -17,6 +20,7 @@ Sources: Apache Arrow, "Arrow Columnar Format", section "IPC Streaming Format"; 
 import csv
 import io
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO, TextIO
@@ -38,6 +42,10 @@ from data_pipeline.system.sources import SourceError
 _BATCH_BYTES = 8 * 2**20
 _MAX_BATCH_ROWS = 4096
 _MAGIC = b"ARROW1"
+_JOINED_REASON = (
+    "a field that begins with a double quote ends rows later, at the next one. In a file without "
+    "quoted fields, write such texts with their quotes doubled and in quotes, or as JSON lines"
+)
 _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -204,24 +212,36 @@ def _holds_text(kind: Any) -> bool:
 
 def read_csv(source: Source) -> Iterator[Record | Reject]:
     csv.field_size_limit(sys.maxsize)  # for the whole process; `_bounded_lines` has a limit
-    delimiter = "\t" if source.file.suffix.name in (".tsv", ".tab") else ","
+    is_tsv = source.file.suffix.name in (".tsv", ".tab")
+    first = source.stream.peek(4).removeprefix(BOM_UTF8)  # type: ignore[attr-defined]
+    has_quotes = not is_tsv or first.startswith(b'"')
     # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
     stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")
     try:
         with stream:
-            rows = csv.reader(_bounded_lines(source, stream), strict=True, delimiter=delimiter)
+            rows = csv.reader(_bounded_lines(source, stream), strict=True, delimiter=",\t"[is_tsv])
             columns = next(rows, None)
             if not columns:
                 raise BrokenStreamError("it has no first row with the names of its columns")
             column = _index_of_column(columns, source.text_key)
             text_of = partial(_text_of_row, column=column, num_columns=len(columns))
             for row in rows:
-                if row:  # not a blank line
+                num_joined = 0 if has_quotes else _num_joined_rows(row)
+                for _ in range(num_joined):
+                    source.lines += 1
+                    yield source.reject(source.lines, 0, _JOINED_REASON)
+                if row and not num_joined:  # a blank line has no fields
                     source.lines += 1
                     yield source.record(text_of, row, line=source.lines)
     except csv.Error as error:
         reason = f"damaged CSV: {error}; is a quote not closed?"
         raise BrokenStreamError(reason, line=source.lines + 1) from error
+
+
+def _num_joined_rows(row: list[str]) -> int:
+    """The number of rows that a field in quotes has joined; 0 if there is no such field."""
+    line_breaks = max((field.count("\n") for field in row if "\t" in field), default=0)
+    return line_breaks and line_breaks + 1
 
 
 def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:

@@ -329,8 +329,13 @@ def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:
     folders = zip(*(parts[:-1] for parts in paths), strict=False)
     num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
     names = ("/".join(parts[num_common:]) for parts in paths)
+    first = {file.name: file for file in reversed(files)}
     return [
-        replace(file, name=name_in_utf8(name.partition("?")[0] if scheme_of(file.path) else name))
+        replace(
+            file,
+            name=name_in_utf8(name.partition("?")[0] if scheme_of(file.path) else name),
+            short_name=file.name * (first[file.name] is file),
+        )
         for file, name in zip(files, names, strict=True)
     ]
 

@@ -14,6 +14,7 @@ import math
 import os
 import posixpath
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def not_utf8(error: UnicodeDecodeError, byte: int) -> BadRecordError:
 def too_long() -> BadRecordError:
     return BadRecordError(
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
-        "text files and arrays of ids may be of any size"
+        "text files and arrays of ids may be larger"
     )
 
 
@@ -218,6 +219,9 @@ class InputFile:
     """The address of the archive from which `path` was unpacked; `mark` is then that of it."""
     member: str = ""
     """The path in this archive."""
+    short_name: str = ""
+    """The name that the file would have without the other inputs; "" if it is `name`, or if an
+    earlier file has it."""
 
     @property
     def suffix(self) -> Suffix:
@@ -270,6 +274,8 @@ class Source:
     lines: int = 0
     """Lines that start in the range; 0 after an error. A reader that supports ranges must count
     them: line numbers of the file are those of a range plus the lines of all earlier ranges."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Members of samples that are no text of a document, by their extension."""
 
     @property
     def id_rules(self) -> IdRules:

@@ -24,6 +24,7 @@ import os
 import posixpath
 import re
 import tarfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +42,6 @@ from data_pipeline.readers.source import (
     Record,
     Reject,
     Source,
-    decode,
     read_exactly,
     too_long,
 )
@@ -245,6 +245,9 @@ def read_tar(source: Source) -> Iterator[Record | Reject]:
             sample.add(member, text_extensions)
         text_of, line = partial(_text_of, source, text_extensions), source.lines + 1
         record = source.record(text_of, sample, line=line, byte=sample.offset, key=key)
+        if isinstance(record, Record):
+            text = next(each for each in text_extensions if each in sample.contents)
+            source.unread.update(each[:40] for each in sample.contents if each != text)
         if not (isinstance(record, Reject) and is_metadata(f"{posixpath.basename(key)}/")):
             source.lines += 1
             yield record
@@ -292,10 +295,11 @@ def _text_of(source: Source, text_extensions: list[str], sample: _Sample) -> str
 
 def _text_of_member(source: Source, extension: str, content: bytes) -> str:
     ids = source.file.ids
+    content = content.removeprefix(BOM_UTF8)  # as of any file
     if extension == "json" and (ids or source.text_key != "json"):
         return text_of_line(content.rstrip() + b"\n", source.text_key, ids)
     if not ids:
-        return decode(content)
+        return source.decode(content)
     if extension != "npy" and not extension.endswith(".npy"):
         raise BadRecordError(f"member .{printable(extension)[:40]} is neither .npy nor .json")
     return text_of_npy(content, ids)

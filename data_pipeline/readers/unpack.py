@@ -54,6 +54,8 @@ UNPACKED = ".unpacked.tmp"
 """The folder inside the output in which archives are unpacked."""
 MAX_EXAMINED = 1000
 _MAX_EXAMINED_BYTES = 256 * 2**20
+_TEXTS = {"txt", "text", "md", "rst"}
+"""Extensions of members that are texts."""
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 """Of zip archives. `zipfile` decodes bzip2 and LZMA without a limit of RAM."""
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
@@ -72,14 +74,20 @@ def holds_samples(file: InputFile, text_key: str, *, is_ids: bool) -> bool:
     keyed = groupby(map(split_name, names), key=lambda pair: pair[0])
     samples = [frozenset(extension for _, extension in pairs) for _, pairs in keyed]
     sets = Counter(extensions for extensions in samples if len(extensions) > 1)
-    num_equal = max(sets.values(), default=0)
+    # Files of a folder, such as a.txt and a.de.txt: of a sample only one would be read.
+    of_texts = {each for each in sets if text_key not in each and all(map(_is_text, each))}
+    num_equal = max((count for each, count in sets.items() if each not in of_texts), default=0)
     if num_equal > 1 and 2 * num_equal >= len(samples):
         return True
     is_folder = has_folders and 2 * sum("/" in name for name in names) > len(names)
     have_splits = len({*splits_of_names(names, [""] * len(names))}) > 1
     extensions = sample_extensions(text_key, is_ids=is_ids)
     num_texts = sum(not sample.isdisjoint(extensions) for sample in samples)
-    return not (is_folder or have_splits) and 2 * num_texts >= len(samples)
+    return not (is_folder or have_splits or of_texts) and 2 * num_texts >= len(samples)
+
+
+def _is_text(extension: str) -> bool:
+    return extension.rpartition(".")[2].lower() in _TEXTS
 
 
 def _first_names(file: InputFile) -> tuple[list[str], bool]:
@@ -96,7 +104,8 @@ def _first_names(file: InputFile) -> tuple[list[str], bool]:
                 names.append(name)
             num_bytes += member.size
             is_costly = file.compression and num_bytes > _MAX_EXAMINED_BYTES
-            if member.problem or is_costly or len(names) == MAX_EXAMINED:
+            is_refused = member.problem and not member.is_folder  # "." is a folder
+            if is_refused or is_costly or len(names) == MAX_EXAMINED:
                 break
     return names, has_folders
 

@@ -42,6 +42,14 @@ MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
 _TAR_RECORD = 512
 
 
+def document_too_large(document_id: str) -> DataError:
+    return DataError(
+        f"document {printable(document_id)} has more than {MAX_DOCUMENT_BYTES:,} bytes of tokens, "
+        "the limit of a tar member. Split its text into several files or records, and run this "
+        "again."
+    )
+
+
 @dataclass(slots=True)
 class _Block:
     """Documents that are collected for the next block."""
@@ -100,11 +108,7 @@ class ShardWriter:
             for chunk in self._checked(document_id, chunks):
                 file.write(chunk.tobytes())
                 if file.tell() - header_bytes > MAX_DOCUMENT_BYTES:
-                    raise DataError(
-                        f"document {printable(document_id)} has more than {MAX_DOCUMENT_BYTES:,} "
-                        "bytes of tokens, the limit of a tar member. Split its text into several "
-                        "files or records, and run this again."
-                    )
+                    raise document_too_large(document_id)
             num_tokens = (file.tell() - header_bytes) // itemsize
             ids = DocumentIds.of([document_id])
             if num_tokens * itemsize <= self._block_bytes:

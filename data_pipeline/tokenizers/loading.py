@@ -148,6 +148,12 @@ def read_description(path: DatasetPath) -> Any:
             f"{problem} A dataset and a downloaded model have one; create or download it again."
         ) from error
     except (ValueError, RecursionError) as error:
+        if str(path).endswith((".tiktoken", ".model")):
+            raise DataError(
+                f"{path}: files of tiktoken and SentencePiece are not read. Give the "
+                "tokenizer.json of the same tokenizer, which transformers writes: "
+                "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR)."
+            ) from error
         raise DataError(
             f"{path} is not valid JSON ({error}). It was edited or damaged; create the dataset "
             "again: txl prepare INPUT --out DIR."

@@ -58,7 +58,7 @@ class TokenizerSettings(StrictModel):
     min_freq: Annotated[int, Field(ge=1)] | None = None
     """Minimum count of a symbol, or of a pair to merge, to get an id."""
     train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
-    """bpe is trained on this many bytes from the beginning of train."""
+    """bpe is trained on about this many bytes, spread over train; on all of it if it has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,7 +118,10 @@ class BreakdownCounter:
     ) -> None:
         """`frequency_bucket_V`: None leaves out all TABLES."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
-        self._sums: list[Breakdown] = []
+        # The sums so far, then segments not added yet. The order of additions does not depend on
+        # when they are made.
+        self._parts: list[Breakdown] = []
+        self._num_pending = 0  # documents of these segments
 
     def add(
         self,
@@ -143,12 +146,16 @@ class BreakdownCounter:
             name: LossTable.total([LossTable(key_N, nats_N, one_N, bytes_N)])
             for name, key_N in keys.items()
         }
-        self._sums = [total_breakdown([*self._sums, segment])]
+        self._parts.append(segment)
+        self._num_pending += len(segment[DOCUMENT].key_K)
+        # Not at each segment, which took time quadratic in the number of documents.
+        if self._num_pending > len(self._parts[0][DOCUMENT].key_K):
+            self.breakdown()
 
     def breakdown(self) -> Breakdown:
         """The sums of all segments so far, of which there is at least one."""
-        (sums,) = self._sums
-        return sums
+        self._parts, self._num_pending = [total_breakdown(self._parts)], 0
+        return self._parts[0]
 
 
 # --- bootstrap intervals --------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Splits that come with a corpus are kept: by the names of its files, or by names of the inputs."""
 
+import os
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -271,6 +272,26 @@ def test_other_splits_of_the_same_files_are_another_dataset(
     ended = txl("prepare", f"test={one}", f"train={two}", *command)
     assert ended.code == 3
     assert "holds another dataset: input digest" in ended.err
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_file_is_in_one_split_also_through_a_link(
+    txl: Txl, tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    write_files(tmp_path / "in", {"a.txt": "one", "b.txt": "two"})
+    a, b = tmp_path / "in" / "a.txt", tmp_path / "in" / "b.txt"
+    os.utime(b, ns=(a.stat().st_mtime_ns, a.stat().st_mtime_ns))  # the same mark, but another file
+    link(a, tmp_path / "in" / "c.txt")
+    command = (f"train={a}", f"train={b}", f"valid={tmp_path}/in/c.txt", "--out", tmp_path / "out")
+    ended = txl("prepare", *command)
+    assert ended.code == 2
+    assert f"{a} in train and {tmp_path}/in/c.txt in valid are one file" in ended.err
+    assert txl("prepare", *command, "--dedup", "exact").code == 0
+    assert ids_of(tmp_path / "out") == {"train": ["b.txt"], "valid": ["c.txt"]}
+
+    ended = txl("prepare", tmp_path / "in", "--out", tmp_path / "one")
+    assert ended.code == 0
+    assert "links to other files of the input, which are read again: c.txt" in ended.out + ended.err
 
 
 def test_duplicates_are_dropped_from_train_and_never_from_a_given_split(tmp_path: Path) -> None:

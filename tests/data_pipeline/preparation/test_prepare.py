@@ -143,7 +143,7 @@ def test_a_tokenizer_trained_in_units_is_that_of_the_train_split_in_its_order(
     tmp_path: Path, kind: Any
 ) -> None:
     write_corpus(tmp_path / "in", [f"word{n % 7} tä{n} " * (n % 5 + 1) for n in range(40)])
-    limits = {"vocab_size": 300, "train_bytes": 5000} if kind == "bpe" else {"min_freq": 2}
+    limits = {"vocab_size": 300} if kind == "bpe" else {"min_freq": 2}
     options = PrepareSettings(tokenizer=kind, **limits, **OPTIONS)
     with ProcessWorkers(2) as workers:
         prepare(tmp_path / "in", tmp_path / "out", 900, settings=options, workers=workers)
@@ -151,6 +151,21 @@ def test_a_tokenizer_trained_in_units_is_that_of_the_train_split_in_its_order(
     texts = texts_of(tmp_path / "bytes").values()
     expected = train_tokenizer(options, lambda: iter(texts))
     assert open_tokenizer(tmp_path / "out").digest == expected.digest
+
+
+def test_bpe_learns_from_all_of_train_whatever_its_order_and_size(tmp_path: Path) -> None:
+    words = ["one", "two", "three", "four"]
+    texts = [f"{words[number // 100]} {number} " * 20 for number in range(400)]
+    write_files(tmp_path / "in", {"in.txt": "\n".join(texts)})
+    given = {"format": "lines", "tokenizer": "bpe", "vocab_size": 400, "shard_bytes": 9_000}
+    options = PrepareSettings.model_validate({**given, "train_bytes": 8_000})
+    with ProcessWorkers(2) as workers:
+        prepare(tmp_path / "in", tmp_path / "two", 900, settings=options, workers=workers)
+    report = prepare(tmp_path / "in", tmp_path / "one", 10**6, settings=options)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    assert report.manifest.splits["train"].text_bytes > 4 * options.train_bytes
+    tokenizer = open_tokenizer(tmp_path / "one")
+    assert [len(tokenizer.encode(f" {word}")) for word in words[1:]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
@@ -256,3 +271,23 @@ def test_a_short_document_without_tokens_is_refused_by_name(
             prepare_dataset([tmp_path / "in"], tmp_path / "out", settings)
     else:
         assert prepare_dataset([tmp_path / "in"], tmp_path / "out", settings).manifest
+
+
+@pytest.mark.parametrize(("tokenizer", "room"), [("byte", 12_001), ("char", 10_001)])
+def test_a_document_with_more_tokens_than_a_shard_holds_is_refused_before_the_writing(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, room: int
+) -> None:
+    labels, settings = list[str](), PrepareSettings.model_validate({"tokenizer": tokenizer})
+    options = {"settings": settings, "progress": lambda label, done, total: labels.append(label)}
+
+    def limit(max_tokens: int) -> None:
+        for module in ("preparation.prepare", "shards.shard_writer"):
+            monkeypatch.setattr(f"data_pipeline.{module}.MAX_DOCUMENT_BYTES", 2 * max_tokens)
+
+    limit(room)  # giant.txt has 12,000 bytes, 10,000 characters, and a token before them
+    prepare(lines, tmp_path / "out", 500, **options)
+    labels.clear()
+    limit(9_999)
+    with pytest.raises(DataError, match=r"giant.txt has more than 19,998 bytes.* Split its text"):
+        prepare(lines, tmp_path / "refused", 500, **options)
+    assert {*labels} <= {"reading", "ordering"}

@@ -16,7 +16,7 @@ from data_pipeline.preparation.splits import _bounds, _cut_into_shards
 from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest, open_tokenizer
 from data_pipeline.tokenizers.training import FIXED_SPLIT
-from tests.data_pipeline.preparation.preparing import ids_of, prepare, tokens_of
+from tests.data_pipeline.preparation.preparing import ids_of, prepare, texts_of, tokens_of
 from tests.data_pipeline.readers.test_tar import archive, member
 from tests.support.corpus_layouts import write_files
 
@@ -225,10 +225,33 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path: Path) -> Non
     assert set(small["train"]) <= set(large["train"])
 
 
+@pytest.mark.parametrize("split_by", [None, "document", "file"])
+def test_a_document_keeps_its_split_when_another_input_has_a_file_of_its_name(
+    tmp_path: Path, split_by: Any
+) -> None:
+    for folder in ("one", "two"):
+        files = {f"{n}.txt": f"{folder} {n}" for n in range(60)}
+        write_files(tmp_path / folder, files)
+    settings = PrepareSettings(split={"valid": 0.2}, split_by=split_by)
+    splits = []
+    for number, folders in enumerate((["one"], ["one", "two"])):
+        out = tmp_path / f"out-{number}"
+        prepare_dataset([tmp_path / folder for folder in folders], out, settings)
+        texts = {split: {*texts_of(out, split).values()} for split in ("train", "valid")}
+        splits.append(texts)
+    alone, both = splits
+    assert all(alone[split] < both[split] for split in alone)
+    assert len(both["train"] | both["valid"]) == 120
+    assert {text.replace("two", "one") for text in both["valid"]} > alone["valid"], "not all alike"
+
+
 @pytest.mark.parametrize("count", [3, 4, 7])
 def test_no_split_of_a_tiny_corpus_is_empty(tmp_path: Path, count: int) -> None:
     source = write_lines(tmp_path / "in.jsonl", count)
-    ids = prepared(source, tmp_path / "out", split={"valid": 0.001, "test": 0.998})
+    split, lines = {"valid": 0.001, "test": 0.998}, list[str]()
+    prepare_dataset([source], tmp_path / "out", PrepareSettings(split=split), note=lines.append)
+    ids = ids_of(tmp_path / "out")
+    assert "split valid took a document of another split, because none" in "\n".join(lines)
     assert set(ids) == {"train", "valid", "test"}
     assert sum(map(len, ids.values())) == count
 

@@ -18,9 +18,10 @@ from data_pipeline.readers import InputFile
 from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import PrepareSettings, load_manifest
 from data_pipeline.system.workers import ProcessWorkers
-from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers import ByteTokenizer, load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (
     Backwards,
+    StopsAfter,
     compressed,
     files_of,
     prepare,
@@ -96,3 +97,21 @@ def test_a_document_that_holds_the_end_of_document_token_is_refused_by_name() ->
     assert len(list(tokenize_document(tokenizer, ["the cat sat"], document_id="a.txt"))) == 2
     with pytest.raises(DataError, match=r"b\.txt contains text .* end-of-document token, id 0"):
         list(tokenize_document(tokenizer, ["the cat 漢 sat"], document_id="b.txt"))
+
+
+def test_a_long_text_that_needs_much_memory_is_named_before_it_is_read(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.preparation.prepare.LARGE_TEXT_BYTES", 1000)
+    monkeypatch.setattr("data_pipeline.preparation.prepare.RAM_PER_TEXT_BYTE", 2**20)
+    content = json.loads(with_unknown_as_only_special("bpe").to_str())
+    description = {"type": "file", "version": 1, "end_of_document": 0, "tokenizer": content}
+    (tmp_path / "whole.json").write_text(json.dumps(description))
+    (tmp_path / "byte.json").write_text(ByteTokenizer().to_json())
+    expected = "giant.txt is one document, and this tokenizer encodes documents as a whole: expect"
+    for name in ("whole", "byte"):
+        options = {"settings": PrepareSettings(tokenizer="file"), "workers": StopsAfter(0)}
+        said, file = list[str](), tmp_path / f"{name}.json"
+        with pytest.raises(KeyboardInterrupt):
+            prepare(lines, tmp_path / name, 500, tokenizer_file=file, note=said.append, **options)
+        assert (f"{expected} 12 GiB of RAM" in "\n".join(said)) == (name == "whole")

@@ -94,6 +94,12 @@ SAMPLES = {
     "texts": names_in_tar("0.txt", "1.txt"),
     "texts in folders": names_in_tar("a/0.json", "b/1.json"),
     "one split": names_in_tar("train/0.txt", "train/1.txt"),
+    "pairs with two texts": names_in_tar(
+        "0.de.txt", "0.jpg", "0.txt", "1.de.txt", "1.jpg", "1.txt"
+    ),
+    "pairs in the folder .": names_in_tar(
+        "./0.jpg", "./0.txt", "./1.jpg", "./1.txt", folders=(".",)
+    ),
 }
 FOLDERS = {
     "lm1b": names_in_tar(*LM1B, "c/heldout-monolingual/news.en.heldout-00000-of-00050"),
@@ -101,6 +107,9 @@ FOLDERS = {
     "splits by file": names_in_tar("train.txt", "valid.txt"),
     "splits by folder": names_in_tar("train/0.txt", "valid/0.txt"),
     "packed folder": names_in_tar("books/a.txt", "books/b.txt", folders=("books",)),
+    "texts in two languages": names_in_tar("0.txt", "1.txt", "2.de.txt", "2.txt"),
+    "all texts in two languages": names_in_tar("0.de.txt", "0.txt", "1.de.txt", "1.txt"),
+    "packed from .": names_in_tar("./books/a.txt", "./books/b.txt", folders=(".", "./books")),
     "source code": names_in_tar("p/a.py", "p/a.md", "p/b.py", "p/c.py", "p/d.py"),
 }
 

@@ -247,6 +247,25 @@ def test_a_bad_file_is_rejected_by_name(
     assert isinstance(read(one_file(tmp_path / "cut.csv.gz"))[-1], Reject)
 
 
+@pytest.mark.parametrize("suffix", ["tsv", "tab.gz"])
+def test_rows_of_a_tsv_that_quotes_join_are_rejected_one_by_one(
+    tmp_path: Path, suffix: str
+) -> None:
+    rows = ['a\t"Go', "b\tnow", 'c\thome"', 'd\t"two\nlines"', 'e\t"a\ttab"', 'f\t"in\tquotes\n"']
+    packed = gzip.compress if suffix.endswith(".gz") else bytes
+    path = tmp_path / f"in.{suffix}"
+    path.write_bytes(packed("\n".join(["id\ttext", *rows]).encode()))
+    records = read(one_file(path))
+    assert [record.text for record in records if isinstance(record, Document)] == [
+        "two\nlines",
+        "a\ttab",
+    ]
+    assert [reject.line for reject in rejects(records)] == [1, 2, 3, 6, 7]
+    assert "begins with a double quote ends rows later" in rejects(records)[0].reason
+    path.write_bytes(packed("\n".join(['"id"\t"text"', *rows]).encode()))
+    assert texts(read(one_file(path)))[-1] == "in\tquotes\n", "a file with quotes"
+
+
 def test_a_quote_that_is_not_closed_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,28 @@ def test_samples_are_documents_with_their_keys(tmp_path: Path, suffix: str) -> N
     assert [record.line for record in records] == [1, 2, 3, 4, 5]
 
 
+def test_a_text_is_read_as_in_a_folder(tmp_path: Path) -> None:
+    contents = {
+        "a": b"\xef\xbb\xbfone",
+        "b": b"t\0wo",
+        "c": b"\xef\xbb\xbf",
+        "d": b"three\xef\xbb\xbf",
+    }
+    (tmp_path / "in").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "in" / f"{name}.txt").write_bytes(content)
+    members = (member(f"{name}.txt", content) for name, content in contents.items())
+    marked = member("e.json", b'\xef\xbb\xbf{"text": "four"}')
+    (tmp_path / "in.tar").write_bytes(archive(*members, marked))
+    samples = read(one_file(tmp_path / "in.tar"))
+    in_folder = [read(file)[0] for file in find(tmp_path / "in").files]
+    assert [getattr(each, "text", None) for each in samples] == [
+        *(getattr(each, "text", None) for each in in_folder),
+        "four",
+    ]
+    assert "binary: it has a NUL byte" in str(samples[1])
+
+
 def test_names_with_underscores_are_documents_if_they_have_text(tmp_path: Path) -> None:
     path = tmp_path / "in.tar"
     path.write_bytes(
@@ -108,6 +130,18 @@ def test_the_text_key_selects_the_member(tmp_path: Path) -> None:
         assert texts(read(one_file(path), text_key=key)) == [text]
     (reject,) = read(one_file(path), text_key="body")
     assert 'key a: no key "body"; keys seen: caption' in str(reject)
+
+
+def test_members_of_samples_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    names = ("a.de.txt", "a.jpg", "a.txt", "b.jpg", "b.txt", "c.jpg", "d.txt", "__meta__.json")
+    (tmp_path / "in.tar").write_bytes(archive(*map(member, names)))
+    (tmp_path / "two.tar").write_bytes(archive(member("e.txt"), member("e.jpg")))
+    inputs, lines = [tmp_path / "in.tar", tmp_path / "two.tar"], list[str]()
+    settings = PrepareSettings(format="tar")
+    options = {"max_reject_rate": 0.5, "note": lines.append}
+    prepare_dataset(inputs, tmp_path / "out", settings, **options)
+    note = "members of samples that are not read (see --text-key): 3 .jpg, 1 .de.txt"
+    assert note in lines, "the sample c, which has no text, is a reject"
 
 
 def test_samples_of_token_ids(tmp_path: Path) -> None:
@@ -160,6 +194,7 @@ BAD_SAMPLES = {
     "member twice": (member("c.txt") + member("c.txt"), "member c.txt occurs twice"),
     "key twice": (member("a.txt", b"again"), "key a: the key occurs twice"),
     "no text": (member("c.jpg") + member("c.cls"), "no member .text, .txt, .json; its ext"),
+    "NUL": (member("c.txt", b"a\0"), "key c: binary: it has a NUL byte"),
     "not UTF-8": (member("c.txt", b"\xff"), "key c: invalid UTF-8"),
     "bad JSON": (member("c.json", b'{"text": '), "key c: broken JSON"),
     "JSON key twice": (member("c.json", b'{"text": "x", "text": "y"}'), 'key "text" twice'),

@@ -54,6 +54,15 @@ def test_a_damaged_or_unknown_tokenizer_is_refused_by_path(tmp_path: Path, conte
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize("name", ["cl100k_base.tiktoken", "tokenizer.model"])
+def test_a_file_of_another_library_is_answered_by_the_file_to_give(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15IQ== 0")
+    with pytest.raises(DataError, match=r"tiktoken and SentencePiece are not read. Give the token"):
+        ready_tokenizer(FILE, tmp_path / name)
+
+
 @pytest.mark.parametrize("changed", [{"vocab_size": 258}, {"extra": 1}, {"version": True}])
 def test_a_description_with_anything_changed_is_refused(changed: dict[str, int]) -> None:
     with pytest.raises(DataError):

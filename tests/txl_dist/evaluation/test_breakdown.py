@@ -8,6 +8,7 @@ The oracle counts target by target, from documents that are known.
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 
 from data_pipeline.shards.manifest import load_manifest
@@ -107,6 +109,31 @@ def with_starts(documents: list[list[int]]) -> list[tuple[list[int], int]]:
 CASE = SplitCase(
     [[20, 3], [1, 40]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 6}, reset="document"
 )
+
+
+def test_many_documents_are_added_in_linear_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_segments, tgt_len, total, num_rows = 100, 6, LossTable.total, 0
+
+    def counting_total(parts: Sequence[LossTable]) -> LossTable:
+        nonlocal num_rows
+        num_rows += sum(len(part.key_K) for part in parts)
+        return total(parts)
+
+    monkeypatch.setattr(LossTable, "total", counting_total)
+    counter = BreakdownCounter(frequency_bucket_V=None, byte_counts_V=torch.ones(1))
+    nats_N = torch.rand(num_segments * tgt_len)
+    position_N = torch.arange(len(nats_N))
+    age_N = position_N % 4  # so every other segment ends in a document that the next one continues
+    columns = nats_N, torch.zeros_like(position_N), position_N, age_N
+    for segment in zip(*(column.split(tgt_len) for column in columns), strict=True):
+        counter.add(*(column_T[None] for column_T in segment))
+
+    expected = np.zeros(len(nats_N) // 4)
+    np.add.at(expected, position_N.numpy() // 4, nats_N.double().numpy())
+    assert counter.breakdown()[DOCUMENT].nats_K.tolist() == expected.tolist()
+    assert num_rows < 10 * len(nats_N)
 
 
 def test_json_keeps_every_bit() -> None:

@@ -144,7 +144,7 @@ def prepare_dataset(
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)
         if settings.dedup != "exact":
-            require_distinct_files(files, note)
+            require_distinct_files(files, note, are_named=inputs_found.are_named)
         if settings.text_key != "text" and {file.kind for file in files} <= KINDS_WITHOUT_KEYS:
             raise ConfigError(
                 f"--text-key {settings.text_key!r}: no file of the input has keys or columns, it "
@@ -240,7 +240,7 @@ def _scan_input(
     paths = [runner.staging / result["scan"] for _, result in results]
     unread = Counter[str]()
     for _, result in results:
-        unread.update(result.get("unread", {}))  # earlier versions did not count them
+        unread.update(result["unread"])
     if unread:
         counts = (f"{n:,} .{printable(name)}" for name, n in unread.most_common(MAX_EXTENSIONS))
         note(f"members of samples that are not read (see --text-key): {', '.join(counts)}")
@@ -265,7 +265,7 @@ def _require_small_documents(
     """
     if settings.tokenizer not in ("byte", "char"):
         return
-    max_tokens = MAX_DOCUMENT_BYTES // token_dtype(1).itemsize
+    max_tokens = MAX_DOCUMENT_BYTES // token_dtype(1).itemsize - 1  # one begins the document
     for numbers in itertools.chain.from_iterable(shards.values()):
         for number in numbers[documents.text_bytes[numbers] > max_tokens].tolist():
             text = documents.read_text(number, staging) if settings.tokenizer == "char" else None
@@ -284,8 +284,9 @@ def _train_tokenizer(
     """
     sizes = [int(documents.text_bytes[numbers].sum()) for numbers in train]
     contexts = [settings] * len(train)
-    if settings.tokenizer == "bpe" and sum(sizes) > settings.train_bytes:
-        shares = [-(-size * settings.train_bytes // sum(sizes)) for size in sizes]
+    total = sum(sizes)
+    if settings.tokenizer == "bpe" and total > settings.train_bytes:
+        shares = [-(-size * settings.train_bytes // total) for size in sizes]
         contexts = [settings.model_copy(update={"train_bytes": share}) for share in shares]
         train = list(map(partial(_sample_of_shard, documents), train, shares))
         sizes = [int(documents.text_bytes[numbers].sum()) for numbers in train]

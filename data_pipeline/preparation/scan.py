@@ -32,6 +32,8 @@ MAX_RANGES_PER_UNIT = 4096
 MAX_REJECTS = 1_000_000
 """Maximum number of rejects per unit. A reject takes up to 1 kB of RAM."""
 MAX_SHOWN_REJECTS = 5
+RULES = 2
+"""To be raised when the same files are read as other documents."""
 MAX_EXTENSIONS = 20
 """Of unread members that a unit reports, the most frequent ones."""
 _ROWS_PER_UPDATE = 8192
@@ -78,9 +80,13 @@ class ScanUnit:
     @property
     def key(self) -> str:
         """Digest of everything that determines the result, except the content of the files."""
-        ranges = [(each.number, each.file.name, each.start, each.stop) for each in self.ranges]
-        # The row format is included so that a scan with other fields is not reused.
-        content = json.dumps([_ROW.format, self.text_key, ranges])
+        ranges = [
+            (each.number, file.name, file.kind, file.keeps_nul, each.start, each.stop)
+            for each in self.ranges
+            for file in [each.file]
+        ]
+        # So that a scan with other fields, or by other rules of reading, is not reused.
+        content = json.dumps([_ROW.format, RULES, self.text_key, ranges])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def __str__(self) -> str:

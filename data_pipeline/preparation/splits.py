@@ -294,18 +294,27 @@ def choose_given_splits(
     return [replace(file, split="") if file.split else file for file in found.files]
 
 
-def require_distinct_files(files: list[InputFile], note: Callable[[str], None]) -> None:
-    """Raise ConfigError if splits share a file through a link; report links within a split."""
+def require_distinct_files(
+    files: list[InputFile], note: Callable[[str], None], *, are_named: bool
+) -> None:
+    """Report files that are read twice, through links.
+
+    Raises ConfigError if one is in train and in another split, and the user has named both: trees
+    of a package store have links between files such as LICENSE.
+    """
     seen: dict[tuple[int, int, str], InputFile] = {}
     linked = []
     marks = Counter(file.mark for file in files)  # one file has one mark
     for file in files:
         path = file.archive or file.path
-        if scheme_of(path) or not file.mark or marks[file.mark] == 1:
+        if scheme_of(path) or not file.size or not file.mark or marks[file.mark] == 1:
             continue
         status = os.stat(path)  # noqa: PTH116 - faster for many files
+        if not status.st_ino:  # a file system without such numbers
+            continue
         first = seen.setdefault((status.st_dev, status.st_ino, file.member), file)
-        if (first.split or TRAIN) != (file.split or TRAIN):
+        splits = {first.split or TRAIN, file.split or TRAIN}
+        if are_named and TRAIN in splits and len(splits) > 1:
             raise ConfigError(
                 f"{shown(first.place)} in {first.split or TRAIN} and {shown(file.place)} in "
                 f"{file.split or TRAIN} are one file, through a link. Give it in one split, or "
@@ -315,7 +324,7 @@ def require_distinct_files(files: list[InputFile], note: Callable[[str], None]) 
     if linked:
         note(
             f"links to other files of the input, which are read again: {list_names(linked)} "
-            "(--dedup exact keeps one)"
+            "(--dedup exact keeps one, and none in train of those that are held out)"
         )
 
 

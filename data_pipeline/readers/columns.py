@@ -239,9 +239,15 @@ def read_csv(source: Source) -> Iterator[Record | Reject]:
 
 
 def _num_joined_rows(row: list[str]) -> int:
-    """The number of rows that a field in quotes has joined; 0 if there is no such field."""
-    line_breaks = max((field.count("\n") for field in row if "\t" in field), default=0)
-    return line_breaks and line_breaks + 1
+    """The number of rows that quotes have joined; 0 for a row of its own.
+
+    Each line of joined rows has the tabs of a row. A text in quotes that has tabs and lines, such
+    as code, has another number of them in one line at least.
+    """
+    lines = "\t".join(row).split("\n")
+    tabs = len(row) - 1
+    is_joined = tabs and len(lines) > 1 and all(line.count("\t") == tabs for line in lines)
+    return len(lines) if is_joined else 0
 
 
 def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:

@@ -157,7 +157,7 @@ def with_kind(file: InputFile, rules: KindRules, *, in_folder: bool) -> InputFil
         is_marked = file.mark and not (file.archive or scheme_of(index))
         mark = f"{file.mark} {mark_of(index)}" if is_marked else file.mark
         file = replace(file, next_paths=(index,), mark=mark)
-    return replace(file, kind=kind, ids=rules.ids, keeps_nul=rules.format == "text")
+    return replace(file, kind=kind, ids=rules.ids, keeps_nul=rules.format in ("text", "tar"))
 
 
 def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> str:

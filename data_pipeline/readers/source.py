@@ -33,7 +33,7 @@ A decoded str takes up to 4 bytes per character, so a reader needs at most about
 CHUNK_BYTES = 2**20
 NUL_REASON = (
     "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
-    "NUL, give --format text"
+    "NUL, give --format text, or tar for samples"
 )
 ARCHIVES = (".zip", ".tar")
 """The suffixes of archives that are read."""

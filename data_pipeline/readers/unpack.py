@@ -83,7 +83,8 @@ def holds_samples(file: InputFile, text_key: str, *, is_ids: bool) -> bool:
     have_splits = len({*splits_of_names(names, [""] * len(names))}) > 1
     extensions = sample_extensions(text_key, is_ids=is_ids)
     num_texts = sum(not sample.isdisjoint(extensions) for sample in samples)
-    return not (is_folder or have_splits or of_texts) and 2 * num_texts >= len(samples)
+    only_texts = bool(of_texts) and all(map(_is_text, frozenset().union(*samples)))
+    return not (is_folder or have_splits or only_texts) and 2 * num_texts >= len(samples)
 
 
 def _is_text(extension: str) -> bool:

@@ -294,6 +294,22 @@ def test_a_file_is_in_one_split_also_through_a_link(
     assert "links to other files of the input, which are read again: c.txt" in ended.out + ended.err
 
 
+def test_links_between_splits_by_name_and_links_of_empty_files_are_no_reason_to_refuse(
+    txl: Txl, tmp_path: Path
+) -> None:
+    """As a package store links equal files, such as LICENSE."""
+    files = {"train/a.txt": "one", "train/LICENSE.txt": "all", "train/empty.txt": ""}
+    write_files(tmp_path / "in", {**files, "valid/b.txt": "two"})
+    for name in ("LICENSE.txt", "empty.txt"):
+        os.link(tmp_path / "in" / "train" / name, tmp_path / "in" / "valid" / name)
+    ended = txl("prepare", tmp_path / "in", "--out", tmp_path / "out")
+    assert ended.code == 0
+    assert "which are read again: valid/LICENSE.txt (" in ended.out + ended.err
+    named = (f"train={tmp_path}/in/train/empty.txt", f"valid={tmp_path}/in/valid/empty.txt")
+    others = (f"train={tmp_path}/in/train/a.txt", f"valid={tmp_path}/in/valid/b.txt")
+    assert txl("prepare", *named, *others, "--out", tmp_path / "named").code == 0
+
+
 def test_duplicates_are_dropped_from_train_and_never_from_a_given_split(tmp_path: Path) -> None:
     texts = {"train.txt": "one\ntwo\nthree\none\none \n", "test.txt": "two\nfour\ntwo\n"}
     write_files(tmp_path, texts)

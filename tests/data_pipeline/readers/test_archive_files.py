@@ -97,6 +97,9 @@ SAMPLES = {
     "pairs with two texts": names_in_tar(
         "0.de.txt", "0.jpg", "0.txt", "1.de.txt", "1.jpg", "1.txt"
     ),
+    "labels of a few, and one pair of texts": names_in_tar(
+        "0.cls", "0.txt", "1.txt", "2.orig.txt", "2.txt"
+    ),
     "pairs in the folder .": names_in_tar(
         "./0.jpg", "./0.txt", "./1.jpg", "./1.txt", folders=(".",)
     ),

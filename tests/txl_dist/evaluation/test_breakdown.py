@@ -114,7 +114,7 @@ CASE = SplitCase(
 def test_many_documents_are_added_in_linear_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    num_segments, tgt_len, total, num_rows = 100, 6, LossTable.total, 0
+    num_segments, tgt_len, total, num_rows = 400, 6, LossTable.total, 0
 
     def counting_total(parts: Sequence[LossTable]) -> LossTable:
         nonlocal num_rows

@@ -200,7 +200,8 @@ class RunDirectory:
         # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         ended = threading.Event()
-        late = threading.Thread(target=self._lock_late, args=(descriptor, launch_id, ended))
+        arguments = (descriptor, launch_id, ended)
+        late = threading.Thread(target=self._lock_late, args=arguments, daemon=True)
         try:
             is_free = wait_for_lock(descriptor, timeout_seconds=timeout_seconds)
             owner = os.pread(descriptor, 400, 0).decode(errors="replace").strip()

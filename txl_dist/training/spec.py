@@ -88,7 +88,7 @@ class TrainSpec(BaseModel):
         lease_seconds: float = LEASE_SECONDS,
     ) -> AbstractContextManager[None]:
         """The lock of the run directory. See `RunDirectory.locked`."""
-        force = "--force-unlock" if self.force_unlock else ""
+        force = "by --force-unlock" if self.force_unlock else ""
         if force:
             timeout_seconds = min(timeout_seconds, SECONDS_TO_END)
         return directory.locked(
@@ -192,7 +192,7 @@ class RunDirectory:
         A file server may keep the lock of a host that is lost, cut off or suspended. So if the
         owner is on another host and its run shows no life, this waits `lease_seconds` after
         `timeout_seconds`. If the owner is of the same launch, which has given that process up, or
-        with `force`, a reason, the run goes on without the lock, and takes it once it is free: the
+        with `force`, the reason, the run goes on without the lock and takes it once it is free: the
         owner, if it lives, stops at its next checkpoint as an older attempt (`attempts.py`).
 
         Raises ConfigError naming the owner if the lock is not released in time.
@@ -206,8 +206,10 @@ class RunDirectory:
             is_free = wait_for_lock(descriptor, timeout_seconds=timeout_seconds)
             owner = os.pread(descriptor, 400, 0).decode(errors="replace").strip()
             if launch_id and owner.endswith(f", launch {launch_id}"):
-                force = force or "the same command has started that process"
-            if not (is_free or force) and lease_seconds and f"boot {_boot_id()}" not in owner:
+                force = force or "because the same command has started that process"
+            is_here = f", boot {_boot_id()}," in owner
+            owner = owner.partition(", boot ")[0]
+            if lease_seconds and not (is_free or force or is_here):
                 is_free = self._wait_for_lease(descriptor, lease_seconds, owner)
             if not (is_free or force):
                 raise ConfigError(
@@ -218,7 +220,7 @@ class RunDirectory:
             if is_free:
                 _write_owner(descriptor, launch_id)
             else:
-                log.warning("%s is in use (%s); continued: %s", self.path, owner, force)
+                log.warning("%s is in use (%s); continued %s", self.path, owner, force)
                 late.start()
             yield
         finally:

@@ -66,7 +66,7 @@ def test_a_restart_goes_on_without_a_lock_that_a_lost_host_keeps_until_it_is_fre
         caplog.at_level(logging.WARNING),
         spec.lock_of(directory, timeout_seconds=SHORT_SECONDS),
     ):
-        assert "continued: the same command has started that process" in caplog.text
+        assert "continued because the same command has started that process" in caplog.text
         before = owner_of(directory)
         lost.__exit__(None, None, None)
         (directory.path / "lock").write_text("")

@@ -273,6 +273,7 @@ def test_the_time_to_deliver_begins_after_the_import(
     """A slow import of mlflow does not count; a failing server uses the whole time."""
     write_steps(run_dir, range(1, 11))
     request = run_dir / "logs/tracking-request.json"
+    request.parent.mkdir(exist_ok=True)
     request_for(server.uri).save(request)
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(SLOW_IMPORT)

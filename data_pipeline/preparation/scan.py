@@ -81,9 +81,8 @@ class ScanUnit:
     def key(self) -> str:
         """Digest of everything that determines the result, except the content of the files."""
         ranges = [
-            (each.number, file.name, file.kind, file.keeps_nul, each.start, each.stop)
-            for each in self.ranges
-            for file in [each.file]
+            (number, file.name, file.kind, file.keeps_nul, start, stop)
+            for number, file, start, stop in self.ranges
         ]
         # So that a scan with other fields, or by other rules of reading, is not reused.
         content = json.dumps([_ROW.format, RULES, self.text_key, ranges])

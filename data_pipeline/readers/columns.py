@@ -11,8 +11,8 @@ stream must have its end mark, because one that is cut between two messages is o
 csv: the first row names the columns. Fields are separated by commas, in .tsv and .tab files by
 tabs. A field with a separator or line break is in double quotes, with a quote inside it doubled.
 Many TSV files have no quotes, so that a text that begins with one would be joined with the rows up
-to a text that ends with one. Such rows, with a tab and a line break in a field, are rejected unless
-the names of the columns are in quotes, too.
+to a text that ends with one. Such rows are rejected (`_num_joined_rows`), unless the names of the
+columns are in quotes, too.
 
 Sources: Apache Arrow, "Arrow Columnar Format", section "IPC Streaming Format"; RFC 4180.
 """
@@ -239,10 +239,10 @@ def read_csv(source: Source) -> Iterator[Record | Reject]:
 
 
 def _num_joined_rows(row: list[str]) -> int:
-    """The number of rows that quotes have joined; 0 for a row of its own.
+    """How many rows of the file `row` consists of if quotes have joined them; 0 if it is one row.
 
-    Each line of joined rows has the tabs of a row. A text in quotes that has tabs and lines, such
-    as code, has another number of them in one line at least.
+    Each line of joined rows has as many tabs as a row. In a quoted text with tabs and lines, such
+    as code, at least one line has more or fewer.
     """
     lines = "\t".join(row).split("\n")
     tabs = len(row) - 1

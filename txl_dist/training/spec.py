@@ -191,9 +191,10 @@ class RunDirectory:
 
         A file server may keep the lock of a host that is lost, cut off or suspended. So if the
         owner is on another host and its run shows no life, this waits `lease_seconds` after
-        `timeout_seconds`. If the owner is of the same launch, which has given that process up, or
-        with `force`, the reason, the run goes on without the lock and takes it once it is free: the
-        owner, if it lives, stops at its next checkpoint as an older attempt (`attempts.py`).
+        `timeout_seconds`. If the same launch has started the owner, which it has given up, or if
+        `force` gives a reason, the context begins without the lock. A thread then takes the lock
+        when it is released. An owner that still runs stops at its next checkpoint, because it is
+        an older attempt (`attempts.py`).
 
         Raises ConfigError naming the owner if the lock is not released in time.
         """

@@ -275,7 +275,7 @@ def test_only_the_step_touches_gradients_of_parameters(recordings: Recordings) -
 def test_recorded_gradients_are_not_added_by_nodes_of_the_warm_up(
     recordings: Recordings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They belong to the stream of the warm-up, and a recording has a stream of its own."""
+    """A node runs on the CUDA stream on which it was created; recording uses another stream."""
     found: list[bool] = []
     warm_up = compilation._warm_up
 

@@ -139,7 +139,15 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove what is not kept. Copies are removed at the next upload."""
         with self.explained():
-            self.directory.prune(self.retention, best_step=self.directory.pointer("BEST"))
+            try:
+                best_step = self.directory.pointer("BEST")
+            except OSError as error:  # the best checkpoint would be removed with the others
+                log.warning(
+                    f"{error.filename} cannot be read ({error.strerror}), so old checkpoints are "
+                    "removed after the next save"
+                )
+                return
+            self.directory.prune(self.retention, best_step=best_step)
 
     def upload(self) -> None:
         """Copy what the URL lacks, in the background."""

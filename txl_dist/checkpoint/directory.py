@@ -141,10 +141,15 @@ class CheckpointDirectory:
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
     def pointer(self, name: str) -> int | None:
-        """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
+        """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged.
+
+        Raises OSError if it is there and cannot be read.
+        """
         try:
             text = (self.run / name).read_text(errors="replace").strip()
-        except OSError:
+        except OSError as error:
+            if is_read_failure(error):
+                raise
             return None
         match = _NAME.fullmatch(text.removeprefix("checkpoints/"))
         return int(match[1]) if match else None

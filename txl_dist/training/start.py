@@ -131,13 +131,17 @@ class Start:
 
         kept_step = 0 if point is None or point.is_fork else point.state.step
         scores, is_pending = None, False
-        if world.is_rank_zero:
+
+        def open_scores() -> None:
+            nonlocal scores, is_pending
             is_due = due_in(spec.config) if data.evaluation else lambda step: False
             inherited = point.state.best if point is not None and not point.is_fork else None
             scores = ScoreTable(checkpoints, is_due, inherited=inherited)
             # A new run has no scores, not even of the weights that it starts from.
             scores.rewind(-1 if point is None else kept_step)
             is_pending = kept_step in scores.waiting() or (point is None and is_due(0))
+
+        world.run_on_rank_zero(open_scores)
         return cls(
             spec=spec, world=world, directory=directory, stack=stack, stop=stop, data=data,
             point=point, origin=origin, kept_step=kept_step, run_id=run_id, scores=scores,

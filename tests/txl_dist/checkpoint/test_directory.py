@@ -13,6 +13,7 @@ import pytest
 
 from data_pipeline.system.files import try_lock
 from tests.txl_dist.checkpoint.saving import BEST, save
+from txl_dist.checkpoint.checkpoints import Checkpoints
 from txl_dist.checkpoint.directory import (
     CheckpointDirectory,
     Retention,
@@ -101,6 +102,21 @@ def test_pointers_name_a_step(directory: CheckpointDirectory) -> None:
     assert directory.pointer("BEST") is None
     (directory.run / "BEST").write_text("checkpoints/../../etc")
     assert directory.pointer("BEST") is None
+
+
+def test_nothing_is_removed_while_it_is_unknown_which_checkpoint_is_the_best(
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
+    pointer = directory.run / "BEST"
+    pointer.symlink_to(pointer)  # a read error, not a missing file
+    checkpoints.prune()
+    assert directory.steps() == [1, 2, 3, 4, 5, 6]
+    assert "BEST cannot be read (Too many levels of symbolic links)" in caplog.text
+    pointer.unlink()
+    directory.set_pointer("BEST", 3)
+    checkpoints.prune()
+    assert directory.steps() == [3, 6]
 
 
 def test_a_directory_that_cannot_be_removed_is_a_warning_and_not_a_checkpoint(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from data_pipeline.system.files import is_locked
-from tests.conftest import Clock
 from tests.support.training_runs import TINY
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
@@ -424,26 +423,6 @@ def test_a_group_that_is_lost_after_a_stop_request_has_stopped(group: ScriptedGr
 
     with pytest.raises(PreemptedError, match="stopped on request, but the head of the Ray"):
         group.run(lose_head)
-
-
-def test_a_status_is_due_after_a_silence_until_the_first_step_line(
-    tmp_path: Path, clock: Clock
-) -> None:
-    lines: list[str] = []
-    directory = RunDirectory(tmp_path)
-    output = module.LaunchOutput(lines.append, directory)
-    output.begin_ranks()
-    for silence_seconds in (6, 6, 60, 25, module.STATUS_SECONDS + 1):
-        output.print_wait("Ray")
-        clock.now += silence_seconds
-        output.print_wait("Ray")
-    # The longer it takes, the rarer the lines.
-    assert lines == [f"waiting {seconds} s for Ray" for seconds in (6, 12, 72, 97)]
-    directory.event_log.write("first_line", "first step line", step=1)
-    output.follow()
-    clock.now += 1000
-    output.print_wait("Ray")
-    assert len(lines) == 4
 
 
 def test_a_launch_removes_its_own_files_and_no_others(tmp_path: Path) -> None:

@@ -54,10 +54,11 @@ faults: setup    ## run the fault matrix of docs/faults.md: killed ranks, full d
 cluster-tests: setup  ## real Slurm, PostgreSQL, Ray nodes and network namespaces; prints what was skipped and why
 	$(BIN)/python -m pytest -m cluster -rs
 
-gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models
+GPU_SECONDS ?= 1200
+gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models, each within GPU_SECONDS
 	mkdir -p runs
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu -rs; tests=$$?; \
-	$(BIN)/python benchmarks/gpu.py > runs/gpu.md && cat runs/gpu.md && exit $$tests
+	TRITON_INTERPRET=0 timeout --kill-after 60 --signal INT $(GPU_SECONDS) $(BIN)/python -m pytest -m gpu -rs; tests=$$?; \
+	$(BIN)/python benchmarks/gpu.py --seconds $(GPU_SECONDS) > runs/gpu.md && cat runs/gpu.md && exit $$tests
 
 N ?= 100
 chaos: setup     ## kill random processes of training runs N times and compare with a quiet run

@@ -189,8 +189,8 @@ On = Annotated[
     typer.Option(
         metavar="processes|ray|ADDRESS",
         help="Where workers run. processes: on this machine. ray: a Ray started for this command. "
-        "An address: a running Ray cluster, whose nodes must all see the input and the output "
-        "directory.",
+        "An address, or auto for that of this host: a running Ray cluster, whose nodes must all "
+        "see the input and the output directory.",
         callback=lambda on: "processes" if on == "local" else on,  # `local` of older scripts
     ),
 ]

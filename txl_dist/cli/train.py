@@ -19,8 +19,8 @@ def train(
         str | None,
         typer.Option(
             metavar="processes|ray|ADDRESS",
-            help="ray: start Ray on this machine. An address: use a running Ray cluster. "
-            "processes: start processes on this machine, without Ray.",
+            help="ray: start Ray on this machine. An address, or auto for that of this host: use a "
+            "running Ray cluster. processes: start processes on this machine, without Ray.",
             show_default="ray",
         ),
     ] = None,

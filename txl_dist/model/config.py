@@ -108,7 +108,7 @@ class ModelConfig:
     scale_embedding: bool = True
     """Multiply the vectors of tokens by sqrt(d_model), as the paper's code does."""
     tie_weight: bool = True
-    """Share the weights of embedding and softmax. The softmax has biases in either case."""
+    """Share the weights of embedding and softmax; its biases, if any, are its own."""
     cutoffs: tuple[int, ...] = ()
     """First token id of each cluster after the first; [] is one cluster. Needs ids that are sorted
     by frequency, as those of word tokenizers are."""

@@ -26,9 +26,8 @@ START: dict[str, dict[str, dict[str, Any]]] = {
 """By recipe: what the model of the default size needs besides. As in configs/modern/quickstart.yaml
 and configs/quickstart.yaml."""
 START_ROWS, START_TGT_LEN = 32, 64
-LONGER = f"""
-# For 3,000 steps and more: tgt_len: {4 * START_TGT_LEN} and lanes_per_step: {START_ROWS // 4}, as
-# many tokens per step in longer segments."""
+LONGER = 4
+"""How many times longer the segments of a run of 3,000 steps and more should be."""
 WORD_CUTOFFS = (20_000, 40_000, 200_000)
 """The paper's for WikiText-103: the softmax of all words would take nearly all of the time."""
 
@@ -65,8 +64,14 @@ def starting_file(
     text = "any long text; for a shorter one run txl config init after txl prepare"
     if tokens is not None:
         text = f"{tokens:,} training tokens"
-    # Measured with this recipe, on long texts.
-    longer = LONGER if recipe == "modern" and rows == START_ROWS else ""
+    longer = ""
+    if recipe == "modern" and rows == START_ROWS:  # measured with this recipe, on long texts
+        tgt_len = LONGER * START_TGT_LEN
+        long_lanes, long_rows = lanes_for(tokens, rows=START_ROWS // LONGER, tgt_len=tgt_len)
+        longer = (
+            f"\n# For 3,000 steps and more, longer segments: tgt_len: {tgt_len}, "
+            f"lanes_per_step: {long_rows}, num_lanes: {long_lanes}."
+        )
     header = f"""\
 # The settings of one run: a small model, for minutes on two CPU cores. Those in comments have the
 # value of model.recipe or their default; remove the "# " to change one.

@@ -9,6 +9,7 @@ import pytest
 from data_pipeline.shards.manifest import load_manifest
 from tests.support.prepared import prepared
 from txl_dist.config.config_file import flatten_config, load_run_config, read_yaml
+from txl_dist.config.data_config import MAX_LANES
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.starting_file import START, starting_file
 from txl_dist.model.choices import RECIPES as MODEL_RECIPES
@@ -55,12 +56,17 @@ def test_the_starting_file_is_the_best_known_small_setting(tmp_path: Path) -> No
 def test_the_advice_for_longer_runs_has_as_many_tokens_in_a_step(tmp_path: Path) -> None:
     config = init(tmp_path / "mine.yaml")
     text = (tmp_path / "mine.yaml").read_text()
-    advice = re.findall(r"# .*(tgt_len): (\d+) and (lanes_per_step): (\d+)", text)
-    ((length_name, length, rows_name, rows),) = advice
-    overrides = [f"data.{length_name}={length}", f"data.{rows_name}={rows}"]
+    (advice,) = re.findall(r"longer segments: (.*)\.", text)
+    overrides = [f"data.{setting.replace(': ', '=')}" for setting in advice.split(", ")]
+    assert [each.partition("=")[0][5:] for each in overrides] == [
+        "tgt_len",
+        "lanes_per_step",
+        "num_lanes",
+    ]
     longer = load_run_config(tmp_path / "mine.yaml", overrides)
     assert longer.data.rows * longer.data.tgt_len == config.data.rows * config.data.tgt_len
     assert longer.data.tgt_len > config.data.tgt_len
+    assert longer.data.num_lanes == config.data.num_lanes == MAX_LANES
     assert "lanes_per_step: 8" not in starting_file("mine", "paper")
 
 
@@ -74,6 +80,7 @@ def test_the_starting_file_fits_its_data(tmp_path: Path) -> None:
     # 120,000 bytes are 117 lanes of 16 segments; 96 are three turns of 32.
     assert (config.data.num_lanes, config.data.rows) == (96, 32)
     TrainingData.open(config, num_ranks=32)
+    assert "lanes_per_step: 8, num_lanes: 24." in (tmp_path / "mine.yaml").read_text()
     # Words are sorted by frequency, as an adaptive softmax needs them. Here they are few.
     assert init(tmp_path / "mine.yaml").model.cutoffs == ()
     words = load_manifest(tmp_path / "word")

@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"model": {"dropout": 0.1, "dropatt": 0.1}},
     "clusters": {"model": {"cutoffs": (200, 800), "div_val": 2}},
     "muon": {"optimizer": {"name": "muon"}},
+    "frozen": {"optimizer": {"lr_factors": {"hidden": 0, "other": 0}}},
 }
 STAGES_OF = {"bf16": (1, 2, 3), "muon": (0, 1, 2)}
 """Where an option is not possible at all stages."""

@@ -26,11 +26,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from data_pipeline.errors import clock, counted
+from data_pipeline.errors import clock, counted, printable
 from txl_dist.runtime.process import STEP_SPANS, Activity, Span
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ Kind: TypeAlias = Literal[
     "rollback", "error", "rank_lost", "restart", "finished", "stopped", "failed",
 ]  # fmt: skip
 ENDS: tuple[Kind, ...] = ("finished", "stopped", "failed")
+Text: TypeAlias = Annotated[str, AfterValidator(printable)]
+"""May quote a path or an error with any bytes: the file is UTF-8, and terminals show it."""
 
 
 class AttemptStart(BaseModel):
@@ -49,7 +51,7 @@ class AttemptStart(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    host: str
+    host: Text
     num_steps: int
     """Of the whole run."""
     num_parameters: int
@@ -58,10 +60,10 @@ class AttemptStart(BaseModel):
     """Of a rank: `cpu` or `cuda`."""
     computation: str
     """`ZeRO stage 1 | bf16 | triton`."""
-    machine: str
+    machine: Text
     process_seconds: float = 0.0
     """Since the process of rank 0 has started."""
-    origin: str = ""
+    origin: Text = ""
     """The stored model from whose weights the run started, and its digest; empty without one."""
 
 
@@ -75,7 +77,7 @@ class Event(BaseModel):
     """Wall clock of the host of the process."""
     attempt: int
     """Number of the attempt (`AttemptRecord.number`); before the first one 0."""
-    text: str
+    text: Text
     step: int | None = None
     reached_step: int = 0
     """Of a start or a rollback: the last step that is known to have been trained before."""

@@ -51,6 +51,14 @@ def test_an_event_that_cannot_be_written_is_a_warning(
     assert read_events(tmp_path) == []
 
 
+def test_an_event_about_any_path_is_written_on_one_line_that_a_terminal_can_show(
+    tmp_path: Path,
+) -> None:
+    write_events(tmp_path, event("failed", "no \udcff\n\x1b[2J"))
+    (read,) = read_events(tmp_path)
+    assert read.text == r"no \udcff\n\x1b[2J"
+
+
 def test_a_start_begins_with_its_launcher_or_with_rank_0(tmp_path: Path) -> None:
     up, begin, batch = event("ranks_started"), start(0), event("first_batch")
 

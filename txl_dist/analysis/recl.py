@@ -172,7 +172,8 @@ def analyse_group(
             nats = float(losses_CN[column].mean())
             low, high = interval(means_ZMC[:, model, column])
             point = {"context": context, "nats": nats, "low": low, "high": high}
-            curve.append({**point, "perplexity": math.exp(nats)})
+            # Beyond the range of a float it is null, as in the results of `txl eval`.
+            curve.append({**point, "perplexity": math.exp(nats) if nats < 700 else None})
         results = []
         for row, r in enumerate(r_values):
             low, high = interval(recl_ZRM[:, row, model])

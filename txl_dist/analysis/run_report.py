@@ -75,9 +75,9 @@ class RunRecord:
         return max(points[-1][0] for points in self.metrics.values())
 
     @property
-    def evaluations(self) -> Series:
-        """The loss of the split that is evaluated during training."""
-        return next((self.metrics[name] for name in self.metrics if name.endswith("/loss")), ())
+    def splits(self) -> list[str]:
+        """Those that were evaluated during training; a resume may have changed the split."""
+        return [name.removesuffix("/loss") for name in self.metrics if name.endswith("/loss")]
 
 
 def read_run(run: Path) -> RunRecord:
@@ -200,8 +200,11 @@ def _facts(run: RunRecord) -> dict[str, str]:
     for title, metric, choose, form in _NUMBERS:
         if points := run.metrics.get(metric):
             facts[title] = format(choose([value for _, value in points]), form)
-    if losses := {loss: step for step, loss in run.evaluations if math.isfinite(loss)}:
-        facts["best validation loss"] = f"{min(losses):.4f} at step {losses[min(losses)]:,}"
+    for split in run.splits:
+        points = run.metrics[f"{split}/loss"]
+        if losses := {loss: step for step, loss in points if math.isfinite(loss)}:
+            best = min(losses)
+            facts[f"best loss of split {split}"] = f"{best:.4f} at step {losses[best]:,}"
     if run.events:
         wall_time, ends = WallTime.of(run.events), of_kind(last_start(run.events), *ENDS, "error")
         facts |= {
@@ -265,21 +268,24 @@ MAX_POINTS = 400
 """Longer series are drawn as means of this many parts."""
 CURVES = {
     "Training loss in nats per token": "loss",
-    "Validation loss in nats per token": "",
+    "Loss of split {split} in nats per token": "{split}/loss",
     "Tokens per second": "tokens_per_second",
     "Learning rate": "lr",
     "Gradient norm before clipping": "gradient_norm",
     "Share of the memory that is filled": "memory_valid",
 }
-"""Metrics by title; "": `RunRecord.evaluations`."""
+"""Metrics by title; those with `{split}` for every split."""
 
 
 def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[tuple[str, bytes]]:
     """Title and SVG of the charts that the runs have values for."""
+    splits = dict.fromkeys(split for run in runs for split in run.splits)
     for title, metric in CURVES.items():
-        lines = [run.metrics.get(metric, ()) if metric else run.evaluations for run in runs]
-        if any(lines):
-            yield title, _chart(runs, lines, is_logarithmic=metric == "gradient_norm")
+        for split in splits if "{split}" in metric else [""]:
+            lines = [run.metrics.get(metric.format(split=split), ()) for run in runs]
+            if any(lines):
+                chart = _chart(runs, lines, is_logarithmic=metric == "gradient_norm")
+                yield title.format(split=split), chart
 
 
 def _chart(runs: Sequence[RunRecord], lines: Sequence[Series], *, is_logarithmic: bool) -> bytes:
@@ -333,6 +339,6 @@ def _charts(charts: Iterable[tuple[str, bytes]]) -> str:
     figures = (
         f'<figure><figcaption>{title}</figcaption><img alt="{title}" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"></figure>'
-        for title, svg in charts
+        for title, svg in ((escape(text), svg) for text, svg in charts)
     )
     return f'<div class="charts">{"".join(figures)}</div>'

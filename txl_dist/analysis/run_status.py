@@ -98,14 +98,15 @@ def read_status(runs: Sequence[Path]) -> list[RunStatus]:
 def _status(run: Path, *, is_alive: bool) -> RunStatus:
     all_events = read_events(run)
     # From the end of metrics.jsonl.
-    lines = read_metrics(run / JOURNAL, newest=True)
+    lines = list(read_metrics(run / JOURNAL, newest=True))
     pairs = (pair for line in lines for pair in line.items())
     values = {name: value for name, value in pairs if isinstance(value, int | float)}
     events, rank_zero = last_start(all_events), read_heartbeats(run).get(0)
     start = newest_attempt(all_events)
     state = _state({event.kind for event in events}, is_alive=is_alive)
-    # Step lines may be many steps apart, and a stop writes none.
-    steps = [int(values["step"])] if "step" in values else []
+    # The last line may be a late score of an older step. Step lines may be many steps apart, and a
+    # stop writes none.
+    steps = [line["step"] for line in lines]
     rollbacks = [number for number, event in enumerate(events) if event.kind == "rollback"]
     kept = events[rollbacks[-1] :] if rollbacks else events
     kept = of_kind(kept, "rollback", "save", *ENDS)

@@ -146,7 +146,12 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
     states = states_by_name(model, groups)
     return ModelNeeds(
         parameters=tuple(
-            Parameter(name=name, num_elements=parameter.numel(), num_states=len(states[name]))
+            Parameter(
+                name=name,
+                num_elements=parameter.numel(),
+                num_states=len(states[name]),
+                is_trained=parameter.requires_grad,
+            )
             for name, parameter in model.named_parameters()
         ),
         groups=tuple(tuple(parameter.numel() for parameter in each["params"]) for each in groups),

@@ -1,18 +1,19 @@
 """Device memory of one rank: what a training step holds at its peak, by ZeRO stage.
 
-With P parameters, O elements of optimizer state (Adam: 2 P), N ranks and fp32 numbers of 4 bytes:
+With P parameters, T of them trained, O elements of optimizer state (Adam: 2 T), N ranks and fp32
+numbers of 4 bytes:
 
     stage    weights               gradients    optimizer state    (bytes on every rank)
-    0        4 P                   4 P          4 O
-    1        4 P + 4 P / N         4 P          4 O / N
-    2        4 P + 4 P / N         4 P / N      4 O / N
-    3        8 P / N               4 P / N      4 O / N
+    0        4 P                   4 T          4 O
+    1        4 P + 4 T / N         4 T          4 O / N
+    2        4 P + 4 T / N         4 T / N      4 O / N
+    3        4 P / N + 4 T / N     4 T / N      4 O / N
 
 The second term of stages 1 to 3 are fp32 masters, which DeepSpeed keeps next to the weights even
-if these are fp32 too. To that come the activations (dry_run.py), the memory of the lanes, the
-weights that stage 3 gathers, and DeepSpeed's buffers: those for reduction have a fixed size (100 MB
-on GPUs). At stages 1 and 2 a rank keeps the reduced gradients of all parameters of which it owns a
-part, and keeps them whole.
+if these are fp32 too. A frozen weight has no gradient and no master. To that come the activations
+(dry_run.py), the memory of the lanes, the weights that stage 3 gathers, and DeepSpeed's buffers:
+those for reduction have a fixed size (100 MB on GPUs). At stages 1 and 2 a rank keeps the reduced
+gradients of all parameters of which it owns a part, and keeps them whole.
 
 A step has three intervals, and its peak is the largest of them:
 
@@ -80,6 +81,8 @@ class Parameter:
     num_elements: int
     num_states: int
     """Optimizer states of the same size: 2 for Adam, 1 for Muon; 1 more for an average."""
+    is_trained: bool = True
+    """A frozen one has no gradient, master or state, and no place in the buckets."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,7 +111,8 @@ class ModelNeeds:
     parameters: tuple[Parameter, ...]
     activations: ActivationPeaks
     groups: tuple[tuple[int, ...], ...] = ()
-    """Sizes of the parameters of each group of the optimizer, in order; () is one group of all."""
+    """Sizes of the parameters of each group of the optimizer, in order; () is one group of all that
+    are trained."""
     needs_whole_matrices: bool = False
     """Whether an optimizer step gathers the updates of matrices whole."""
     has_foreach_updates: bool = False
@@ -118,6 +122,11 @@ class ModelNeeds:
     def num_parameters(self) -> int:
         """P."""
         return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """Elements of every trained parameter, by name."""
+        return {each.name: each.num_elements for each in self.parameters if each.is_trained}
 
     @property
     def num_states(self) -> int:
@@ -130,7 +139,7 @@ class ModelNeeds:
         Each group of the optimizer is cut into equal parts, wherever parameters begin.
         """
         changes = [0] * (num_ranks + 1)
-        for sizes in self.groups or (tuple(each.num_elements for each in self.parameters),):
+        for sizes in self.groups or (tuple(self.trained.values()),):
             part, start = math.ceil(sum(sizes) / num_ranks), 0
             for size in sizes:
                 stop = start + size
@@ -182,9 +191,9 @@ class RankPeak:
     """Whether a reduce-scatter copies its input, as torch's for gloo does."""
 
     def __post_init__(self) -> None:
-        zero, num_parameters = self.zero, self.model.num_parameters
-        sizes = {each.name: each.num_elements for each in self.model.parameters}
-        self._whole = FP32_BYTES * num_parameters  # 4 P
+        zero, sizes = self.zero, self.model.trained
+        self._num_trained = sum(sizes.values())
+        self._whole = FP32_BYTES * self._num_trained  # 4 T: of the gradients, masters and updates
         self._part = self._whole // self.num_ranks
         self._largest = FP32_BYTES * max(sizes.values())
         # Of the parameters of which this rank owns a part, at stages 1 and 2.
@@ -192,9 +201,9 @@ class RankPeak:
         # The buffers for reduction.
         num_buffers = 2 if zero.overlap_comm and zero.stage < 3 else 1
         self._bucket = num_buffers * FP32_BYTES * zero.reduce_bucket_size
-        self._fits_bucket = num_parameters <= zero.reduce_bucket_size
+        self._fits_bucket = self._num_trained <= zero.reduce_bucket_size
         # Of the gradients in the bucket; a single rank reduces without a copy.
-        self._flat_copy = FP32_BYTES * min(num_parameters, zero.reduce_bucket_size)
+        self._flat_copy = FP32_BYTES * min(self._num_trained, zero.reduce_bucket_size)
         # A gradient of a layer that is larger than the bucket is kept until that is reduced.
         layers = [size for name, size in sizes.items() if not name.startswith("table.")]
         outside = max(layers, default=0)
@@ -209,14 +218,14 @@ class RankPeak:
 
     def _use(self, interval: IntervalBytes) -> RankBytes:
         stage, states = self.zero.stage, FP32_BYTES * self.model.num_states
-        weights = self._part if stage == 3 else self._whole
+        weights = FP32_BYTES * self.model.num_parameters
         masters = self._part if stage > 0 else 0
         # The new memory of the lanes is complete before the old one is given up. The activations
         # include that of one micro-batch.
         new_bytes = self.lane_bytes // self.num_turns
         activations = max(0, interval.activations - new_bytes // self.num_micro_batches)
         return RankBytes(
-            weights=weights + masters,
+            weights=(weights // self.num_ranks if stage == 3 else weights) + masters,
             gradients=interval.gradients,
             optimizer=states // self.num_ranks if stage > 0 else states,
             buffers=interval.buffers,
@@ -229,7 +238,7 @@ class RankPeak:
     def _stage_0(self) -> Iterator[IntervalBytes]:
         yield from self._with_kept_gradients(bucket=0)
         if self.num_ranks > 1:
-            copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
+            copy = FP32_BYTES * min(self._num_trained, STAGE_0_BUCKET)
             yield IntervalBytes(self._whole, copy)
         yield IntervalBytes(self._whole, 2 * self._whole if self.model.has_foreach_updates else 0)
 

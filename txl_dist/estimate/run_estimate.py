@@ -48,7 +48,7 @@ class RunEstimate:
     utilisation: float
     num_parameters: int
     flops_per_token: float
-    """Forward and backward, with a full memory."""
+    """Forward and backward, with a full memory; frozen weights count as if they were trained."""
     zero_stage: int
     gpus: int
     lanes_per_step: int

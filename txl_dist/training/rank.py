@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from data_pipeline.errors import counted, printable
+from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
 from data_pipeline.system.sources import shown
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
@@ -134,7 +134,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _record_error(directory: RunDirectory, world: World, error: Exception) -> None:
     """Write the event. If other ranks are lost because of this one, rank 0 says so for all."""
-    text, rank = printable(f"{type(error).__name__}: {error}"), world.rank
+    text, rank = f"{type(error).__name__}: {error}", world.rank
     if not isinstance(error, LostRankError):
         directory.event_log.write("error", text, rank=rank)
     elif world.is_rank_zero:

@@ -17,8 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from data_pipeline.errors import printable
 from data_pipeline.system.files import is_locked, try_lock, wait_for_lock
 from data_pipeline.system.path_kind import PathKind, kind_of
 from data_pipeline.system.remote_path import RemotePath
@@ -75,6 +76,24 @@ class TrainSpec(BaseModel):
     """Appears once this launch has saved a checkpoint; a restart then resumes from the newest."""
     stop_file: str | None = None
     """When this file appears, the ranks save and exit with code 75."""
+
+    @model_validator(mode="after")
+    def _require_paths_of_text(self) -> Self:
+        """Ranks get the spec as JSON, which has no bytes that are not UTF-8."""
+        paths = {"directory=": self.run_path}
+        if self.resume not in ("auto", "never"):
+            paths["--resume "] = Path(self.resume)
+        for option, path in paths.items():
+            absolute = str(path.absolute())
+            try:
+                absolute.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(
+                    f"{option}{printable(absolute)}: this path is not UTF-8, which ranks and the "
+                    "files of a run need. Probably another system or an archive named a folder of "
+                    f"it. Rename that folder (mv), or give another absolute path: {option}PATH"
+                ) from None
+        return self
 
     @property
     def run_path(self) -> Path:

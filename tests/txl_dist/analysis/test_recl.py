@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl_dist.analysis.recl import relative_effective_context_length, relative_gains
+from txl_dist.analysis.recl import (
+    analyse_group,
+    relative_effective_context_length,
+    relative_gains,
+)
+from txl_dist.evaluation.breakdown import plan_resampling
 
 
 def brute_force_gain(losses: list[list[list[float]]], model: int, step: int, r: float) -> float:
@@ -127,3 +132,17 @@ def test_losses_and_fractions_that_mean_nothing_are_refused(
     losses[1, 0, 2] = loss
     with pytest.raises(ValueError, match=reason):
         relative_effective_context_length(losses, [5, 10], r=r)
+
+
+def test_a_perplexity_that_no_float_holds_is_null() -> None:
+    losses, document_N = np.array([[[800.0, 800.0], [2.0, 2.0]]]), np.arange(2)
+    (model,) = analyse_group(
+        losses,
+        [5, 10],
+        document_N,
+        plan_resampling(document_N, num_resamples=3, seed=0),
+        r_values=[1.0],
+        threshold=0.01,
+        max_contexts=[100],
+    )
+    assert [point["perplexity"] for point in model["curve"]] == [None, math.exp(2)]

@@ -22,7 +22,7 @@ from txl_dist.events import WallTime, goodput_of
 
 CURVES = [
     "Training loss in nats per token",
-    "Validation loss in nats per token",
+    "Loss of split valid in nats per token",
     "Learning rate",
     "Gradient norm before clipping",
 ]
@@ -142,6 +142,21 @@ def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
     axes = new_figure((1, 1)).subplots()
     draw_lines(axes, [("one point is seen", [1], [2.0])])
     assert axes.get_lines()[0].get_marker() == "."
+
+
+def test_the_scores_of_every_split_are_shown_apart_and_named(run: Path, tmp_path: Path) -> None:
+    """`evaluation.split` may change at a resume, and differ between runs."""
+    other = write_run(tmp_path / "other")
+    with (other / "metrics.jsonl").open("a") as journal:
+        journal.write('{"step": 7, "tokens": 105, "<i>/loss": 9.5}\n')
+    page = page_of(run, other)
+    charts = re.findall(r"<figcaption>(Loss of .*?)</figcaption>", page)
+    assert charts == [f"Loss of split {name} in nats per token" for name in ("valid", "&lt;i&gt;")]
+    for name, cells in (
+        ("valid", "<td>4.4400 at step 6</td><td>4.4400 at step 6</td>"),
+        ("&lt;i&gt;", "<td>-</td><td>9.5000 at step 7</td>"),
+    ):
+        assert f"<td>best loss of split {name}</td>{cells}" in page
 
 
 @without_charts

@@ -104,6 +104,14 @@ def test_a_run_that_has_gone_back_has_the_step_of_its_last_line_since(run: Path)
     assert status.step == 30
 
 
+def test_a_late_score_of_an_older_step_does_not_lead_a_run_back(run: Path) -> None:
+    """A resume appends the scores that the metrics lack."""
+    torn = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
+    (run / "metrics.jsonl").write_text(torn + '\n{"step": 20, "valid/loss": 3.1}\n')
+    (status,) = read_status([run])
+    assert (status.step, status.loss) == (30, 3.0)
+
+
 def test_a_run_whose_ranks_start_for_the_first_time_is_starting(run: Path) -> None:
     write_events(run, event("ranks_started", "2 ranks start"), attempt=0)
     with held(run):

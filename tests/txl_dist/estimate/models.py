@@ -32,13 +32,18 @@ def run_config(
     )
 
 
-def model_of(*sizes: int, activations: int = 0) -> ModelNeeds:
-    """A model with parameters of these sizes and Adam's two states."""
+def model_of(*sizes: int, frozen: tuple[int, ...] = (), activations: int = 0) -> ModelNeeds:
+    """A model with trained parameters of these sizes and Adam's two states, and frozen ones."""
+    trained = (
+        Parameter(name=f"layers.{number}.weight", num_elements=size, num_states=2)
+        for number, size in enumerate(sizes)
+    )
+    others = (
+        Parameter(name=f"frozen.{number}", num_elements=size, num_states=0, is_trained=False)
+        for number, size in enumerate(frozen)
+    )
     return ModelNeeds(
-        parameters=tuple(
-            Parameter(name=f"layers.{number}.weight", num_elements=size, num_states=2)
-            for number, size in enumerate(sizes)
-        ),
+        parameters=(*trained, *others),
         activations=ActivationPeaks(
             after_forward=activations,
             before_gradients=activations,

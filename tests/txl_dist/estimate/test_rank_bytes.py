@@ -1,5 +1,7 @@
 """Memory of a rank: the example of the ZeRO paper, and monotony."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +65,39 @@ def test_more_ranks_never_need_more_and_more_activations_never_less(
     # One rank is a case of its own: it gathers and copies nothing.
     assert device(2 * num_ranks + 2) <= device(num_ranks + 1)
     assert device(num_ranks) <= device(num_ranks, extra=GB)
+
+
+@given(
+    stage=st.sampled_from([0, 1, 2, 3]),
+    num_ranks=st.integers(1, 8),
+    micro_batches=st.integers(1, 2),
+    size=st.integers(1, 1000),
+    overlap_comm=st.booleans(),
+)
+def test_a_frozen_weight_needs_its_own_bytes_and_no_others(
+    stage: int, num_ranks: int, micro_batches: int, size: int, overlap_comm: bool
+) -> None:
+    def peak(*frozen: int) -> RankBytes:
+        return RankPeak(
+            model=model_of(30, 50, frozen=frozen, activations=100),
+            # The frozen weight alone would overflow the bucket. Nothing is gathered.
+            zero=ZeroSettings(
+                stage=stage,
+                reduce_bucket_size=100,
+                overlap_comm=overlap_comm,
+                max_live_parameters=0,
+                prefetch_bucket_size=0,
+                param_persistence_threshold=0,
+            ),
+            num_ranks=num_ranks,
+            num_micro_batches=micro_batches,
+            lane_bytes=0,
+        ).peak()
+
+    num_holders = num_ranks if stage == 3 else 1
+    own = 4 * (80 + size * num_ranks) // num_holders - 4 * 80 // num_holders
+    without = peak()
+    assert peak(size * num_ranks) == replace(without, weights=without.weights + own)
 
 
 @pytest.mark.parametrize(("num_turns", "num_bytes"), [(1, 2000), (4, 1250)])

@@ -19,6 +19,8 @@ CASES: dict[str, dict[str, Any]] = {
     "activations": {},
     "weights": FEW_ACTIVATIONS,
     "micro-batches": {"training": {"micro_batch_lanes": 1}},
+    "frozen": {**FEW_ACTIVATIONS, "optimizer": {"lr_factors": {"hidden": 0}}},
+    "frozen table": {**FEW_ACTIVATIONS, "optimizer": {"lr_factors": {"embedding": 0}}},
     "spread": {"zero": SPREAD},
     "small buckets": {"zero": {"reduce_bucket_size": 50_000}},
     "overlapped": {"zero": {"overlap_comm": True, "reduce_bucket_size": 50_000}},

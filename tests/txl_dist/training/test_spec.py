@@ -1,6 +1,8 @@
 """The lock of a run directory, whose holder may be lost with its host."""
 
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +57,23 @@ def held_elsewhere(directory: RunDirectory) -> Iterator[threading.Event]:
     finally:
         release.set()
         holder.join()
+
+
+def test_a_path_that_ranks_cannot_be_told_is_refused_at_once(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    here.mkdir()
+    monkeypatch.chdir(here)
+    relative = spec.config.model_copy(update={"directory": "run"})
+    shown = rf"{tmp_path}/\udcff"
+    for config, resume, message in (
+        (relative, "auto", f"directory={shown}/run: this path is not UTF-8"),
+        (spec.config, here, f"--resume {shown}: this path is not UTF-8"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            TrainSpec(config=config, resume=str(resume))
+    assert TrainSpec(config=spec.config).to_json(), "the advice works: an absolute path"
 
 
 def test_a_restart_goes_on_without_a_lock_that_a_lost_host_keeps_until_it_is_free(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from data_pipeline.errors import counted
-from data_pipeline.system.files import write_file
+from data_pipeline.system.files import is_locked, write_file
 from data_pipeline.system.path_kind import PathKind, kind_of
 from txl_dist.cli.options import (
     AsJson,
@@ -193,6 +193,7 @@ def sync(run: Run) -> None:
     """
     from txl_dist.tracking.process import run_sender
     from txl_dist.tracking.tracker import (
+        LOCK,
         LOG,
         REQUEST,
         STATE,
@@ -201,6 +202,7 @@ def sync(run: Run) -> None:
         UnavailableError,
         server_of,
     )
+    from txl_dist.training.spec import live_runs
 
     request = TrackingRequest.load(run / REQUEST)
     if request is None:
@@ -215,6 +217,16 @@ def sync(run: Run) -> None:
             f"{run} was tracked at {request.server}, whose credentials are not stored. Give them: "
             "MLFLOW_TRACKING_URI=URI txl track sync RUN"
         ) from None
+    if is_locked(run / LOCK):
+        if live_runs([run]):
+            raise TxlError(
+                f"{run} has not ended, and delivers to MLflow by itself (see {run / LOG}). Run "
+                "this command again when txl status says that it has"
+            )
+        note(
+            f"another process still delivers {run} to MLflow; waiting up to {SYNC_SECONDS:.0f} s "
+            f"for its end (see {run / LOG}). Ctrl-C ends the wait"
+        )
     words = (str(run), "--flush-seconds", str(SYNC_SECONDS))
     with running(f"delivering {run} to MLflow"):
         reason = run_sender(*words, timeout_seconds=SYNC_SECONDS + MLFLOW_SECONDS)

@@ -256,7 +256,8 @@ class TrackingConfig(Section):
     """Whether metrics are sent to MLflow; `metrics.jsonl` is written in either case."""
     uri: str | None = Field(default=None, pattern=r"^(?!file:)[a-z][a-z0-9+.-]*://")
     """A server or database, such as sqlite:///PATH/mlflow.db or http://HOST:PORT; null: `mlflow.db`
-    in the parent of the run directory. MLflow no longer has a file store."""
+    in the parent of the run directory. A relative PATH begins where `txl train` is started; later
+    commands use the same file, wherever they are run. MLflow no longer has a file store."""
     experiment: str = Field(
         default="txl", max_length=250, pattern=r"^(?!(.*/)?\.\.(/|$))[\w/][\w .:@/+-]*\Z"
     )

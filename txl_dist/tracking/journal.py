@@ -152,11 +152,16 @@ class JournalTail:
         self._file, self._offset = path.open("ab+"), 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """The lines since the last call, at most READ_BYTES of them."""
-        data = os.pread(self._file.fileno(), READ_BYTES, self._offset)
-        complete = data[: data.rfind(b"\n") + 1]  # training may be in the middle of a line
-        self._offset += len(complete)
-        yield from filter(None, map(parse_line, complete.split(b"\n")))
+        """The lines since the last call, at most READ_BYTES of them; none only at the end."""
+        while data := os.pread(self._file.fileno(), READ_BYTES, self._offset):
+            end = data.rfind(b"\n") + 1  # training may be in the middle of a line
+            if not end and len(data) == READ_BYTES:
+                end = READ_BYTES  # no line is so long: a disk failure can leave NULs
+            self._offset += end
+            lines = [*filter(None, map(parse_line, data[:end].split(b"\n")))]
+            yield from lines
+            if lines or not end:
+                return
 
     def rewind(self) -> None:
         """Start again from the beginning of the file that has the path now."""

@@ -235,7 +235,7 @@ def log_evaluations(checkpoints: Iterable[Path]) -> None:
     EVALUATION_SECONDS for each run. What the server does not have then is a warning: the next
     start of the run delivers it, or `txl track sync`.
     """
-    from txl_dist.tracking.sender import unsent_evaluations
+    from txl_dist.tracking.evaluations import unsent_evaluations
 
     runs = {run_of(checkpoint.resolve()) for checkpoint in checkpoints}
     for run in filter(None, runs):

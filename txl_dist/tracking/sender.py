@@ -12,12 +12,7 @@ only the others, with the timestamps of the journal. If a call failed, the serve
 executed it, so the points of its metrics are queried again. After delivery, the run on the server
 equals the journal. If it has steps that a resume has superseded, a new run gets the whole journal.
 
-A score of `txl eval` is a file RUN/evaluations/SPLIT-KEY.json, and becomes a run below the training
-run. KEY is a digest of all that the sums of the result depend on, so an evaluation that is repeated
-is the same file and the same run. `TrackingState.evaluations` has the names of those that the
-server has; one that it has got although the state does not say so is found by its key. Scores
-become metrics such as `valid/mem_len_64/perplexity`, at the step of the checkpoint; settings
-parameters, and the protocol the description. The tables of `details` are left out.
+Scores of `txl eval`: evaluations.py.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
@@ -28,7 +23,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import select
 import signal
 import socket
@@ -42,9 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.config.redaction import redact, redact_values
-from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.result import kept_results, read_result
+from txl_dist.tracking.evaluations import (
+    deliver_evaluations,
+    send_evaluations,
+    superseded_evaluations,
+)
 from txl_dist.tracking.journal import (
     JOURNAL,
     JournalTail,
@@ -60,14 +56,11 @@ from txl_dist.tracking.tracker import (
     Recorded,
     RefusedError,
     RunGoneError,
-    TrackedDataset,
     TrackedRun,
     Tracker,
     TrackingRequest,
     TrackingState,
     UnavailableError,
-    as_text,
-    dataset_name,
     directory_identity,
     open_lock,
     open_tracker,
@@ -79,8 +72,6 @@ MAX_BACKOFF_SECONDS = 30.0
 WATCHDOG_SECONDS = 5.0
 """This long after the deadline, the sender ends even in the middle of a call."""
 EXIT_UNDELIVERED = 75
-_COUNTS = {"tokens_scored", "bytes_scored", "characters_scored", "words_scored", "unknown_targets"}
-_STEP_NAME = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
 log = logging.getLogger("txl_dist.tracking.sender")
 
@@ -171,7 +162,8 @@ class Sender:
                 )
                 self._read_again()
                 old = {"previous": self._run_id, "supersedes": self._run_id}
-                self._update(key=uuid.uuid4().hex, run_id=None, **old)
+                left = superseded_evaluations(self.run_dir, self._state, step)
+                self._update(key=uuid.uuid4().hex, run_id=None, evaluations=left, **old)
         return self._tracker
 
     def _start(self, tracker: Tracker) -> None:
@@ -193,6 +185,8 @@ class Sender:
         run_id = tracker.start(run)
         self._started_key = self._state.key
         if run_id != self._state.run_id:
+            if self._state.run_id is not None:  # deleted, or left in another database
+                self._update(evaluations=())
             self._update(run_id=run_id, previous=run.previous)
             log.info("run %s", run_id)
 
@@ -247,81 +241,7 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
         experiment=request.experiment,
         directory=directory,
         previous=state.run_id if state else None,
-        # The server has those of the original, below its run.
-        evaluations=state.evaluations if state and state.server == server else (),
     )
-
-
-# --- scores of `txl eval` -------------------------------------------------------------------------
-
-
-def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
-    return [path for path in kept_results(run_dir) if path.name not in state.evaluations]
-
-
-def deliver_evaluations(run_dir: Path) -> None:
-    """Record the results of a run that does not train. Raises UnavailableError and OSError."""
-    if (state := TrackingState.load(run_dir / STATE)) is not None:
-        send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
-
-
-def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> TrackingState:
-    """Record all results that the server lacks; returns the state with what it has.
-
-    Raises OSError, and UnavailableError, also if the server has no run yet to which they belong.
-    """
-    if state.run_id is None:
-        raise UnavailableError("its training run is not there yet")
-    for path in unsent_evaluations(run_dir, state):
-        try:
-            _record(tracker, path, state)
-        except (RefusedError, CheckpointError) as error:  # a file that somebody edited
-            log.warning("%s was refused: %s", path, redact(str(error)))
-        state = state.changed(run_dir, evaluations=(*state.evaluations, path.name))
-    return state
-
-
-def _record(tracker: Tracker, path: Path, state: TrackingState) -> None:
-    """Record one result as a run below the training run. May be repeated."""
-    result = read_result(path)
-    checkpoint, name = Path(result.checkpoint).name, f"{result.split}, mem_len {result.mem_len}"
-    match = _STEP_NAME.fullmatch(checkpoint)
-    step = int(match[1]) if match else 0
-    content = result.to_json()
-    counts = {key: value for key, value in content.items() if key in _COUNTS and value is not None}
-    scores = {"nats": result.nats, **counts, **result.known_scores}
-    left_out = {"nats", *_COUNTS, *result.scores, "details", "protocol", "save_id"}
-    settings = {key: value for key, value in content.items() if key not in left_out}
-    settings = redact_values({**settings, "checkpoint": checkpoint})
-    dataset = TrackedDataset(
-        name=dataset_name(result.data, result.split),
-        digest=result.data_sha256,
-        source=redact(result.data),
-        context="evaluation",
-        profile=counts,
-    )
-    run_id = tracker.start(
-        TrackedRun(
-            key=f"{state.key}/{path.stem}",
-            name=f"eval step {step}: {name}",
-            experiment=state.experiment,
-            note=redact(result.protocol),
-            params={key: as_text(value) for key, value in settings.items()},
-            tags={"txl.kind": "evaluation"},
-            parent=state.run_id,
-            datasets=[dataset],
-        )
-    )
-    milliseconds = int(path.stat().st_mtime * 1000)
-    points = [
-        Point(f"{result.split}/mem_len_{result.mem_len}/{key}", float(value), step, milliseconds)
-        for key, value in scores.items()
-        if math.isfinite(value)
-    ]
-    # All or none of the points were recorded, so one of them tells.
-    if not tracker.recorded(run_id, points[0].metric):
-        tracker.log(run_id, points)
-    tracker.end(run_id, "finished")
 
 
 class TrainingEnd:

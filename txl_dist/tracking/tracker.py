@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from data_pipeline.system.files import write_file
 from txl_dist.config.redaction import HIDDEN, redact
@@ -56,6 +56,19 @@ def sqlite_uri(path: Path) -> str:
 
     # With the driver, or MLflow creates an empty folder of the escaped name.
     return URL.create("sqlite+pysqlite", database=str(path)).render_as_string()
+
+
+def whole_path(uri: str | None) -> str | None:
+    """`tracking.uri`; of an SQLite file with a relative path, the address of the whole path.
+
+    The config keeps what is written there. Without this, a later command that is run elsewhere
+    would create another database.
+    """
+    scheme, _, path = (uri or "").partition(":///")
+    is_file = path and not path.startswith((":memory:", "file:"))
+    if scheme not in ("sqlite", "sqlite+pysqlite") or not is_file or path.startswith("/"):
+        return uri
+    return f"{sqlite_uri(Path.cwd())}/{path}"
 
 
 class UnavailableError(Exception):
@@ -197,8 +210,8 @@ class _JsonFile(BaseModel):
 class TrackingRequest(_JsonFile):
     """What to record about a run, except its metrics."""
 
-    server: str | None
-    """As `tracking.uri`."""
+    server: Annotated[str | None, AfterValidator(whole_path)]
+    """As `tracking.uri`, with the whole path of an SQLite file."""
     experiment: str
     params: dict[str, str] = {}
     tags: dict[str, str] = {}
@@ -213,7 +226,7 @@ class TrackingState(_JsonFile):
     """Which run of a server belongs to a run directory."""
 
     key: str
-    server: str | None
+    server: Annotated[str | None, AfterValidator(whole_path)]
     """As in the request, without credentials."""
     experiment: str
     directory: str | None = None
@@ -228,7 +241,8 @@ class TrackingState(_JsonFile):
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
     evaluations: tuple[str, ...] = ()
-    """Names of the results of `txl eval` that the server has."""
+    """Names of the results of `txl eval` that the server has: below the run `run_id`, or below a
+    run that it superseded."""
 
     def changed(self, run_dir: Path, **changes: Any) -> "TrackingState":
         """A copy with other values, written to the file of the run. Raises OSError."""

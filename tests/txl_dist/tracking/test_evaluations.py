@@ -5,15 +5,17 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from data_pipeline.system.files import open_descriptor, try_lock
-from txl_dist.tracking import process
+from txl_dist.errors import CheckpointError
+from txl_dist.tracking import evaluations, process
+from txl_dist.tracking.evaluations import deliver_evaluations
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import log_evaluations, send_metrics
-from txl_dist.tracking.sender import deliver_evaluations
 from txl_dist.tracking.tracker import (
     LOCK,
     TrackingState,
@@ -262,18 +264,93 @@ def test_after_a_full_disk_an_evaluation_is_there_once(
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
 
 
-def test_a_copy_of_the_directory_leaves_the_evaluations_of_the_original_as_they_are(
-    run_dir: Path,
+@pytest.mark.parametrize("folder", [".", "elsewhere"])
+def test_the_run_of_a_copy_gets_all_evaluations_and_that_of_the_original_none_of_the_copy(
+    run_dir: Path, template: Path, folder: str
 ) -> None:
+    sender = sender_for(run_dir)
+    sender.pump()
+    _keep(run_dir, split="a")
+    sender.pump()
+    copy = run_dir.parent / folder / "copy"
+    copy.parent.mkdir(exist_ok=True)
+    if folder != ".":
+        shutil.copy(template, copy.parent / "mlflow.db")
+    shutil.copytree(run_dir, copy)
+    _keep(copy, split="b")
+    with pytest.raises(UnavailableError, match="copy"):
+        deliver_evaluations(copy)
+    sender_for(copy).pump()
+    assert run_id_of(run_dir) != run_id_of(copy)
+    assert _scores(run_dir.parent / "mlflow.db", run_dir) == ["a/mem_len_64"]
+    assert _scores(copy.parent / "mlflow.db", copy) == ["a/mem_len_64", "b/mem_len_64"]
+    before = run_ids(copy.parent / "mlflow.db")
+    deliver_evaluations(copy)
+    sender_for(copy).pump()
+    assert run_ids(copy.parent / "mlflow.db") == before, "nothing is sent twice"
+
+
+def test_a_run_that_was_moved_away_from_its_database_delivers_all_evaluations_again(
+    run_dir: Path, template: Path
+) -> None:
+    """The default server depends on the folder. The first one is a run of the old database."""
+    sender_for(run_dir).pump()
+    _keep(run_dir, split="a")
+    deliver_evaluations(run_dir)
+    moved = run_dir.parent / "moved" / run_dir.name
+    moved.parent.mkdir()
+    run_dir.rename(moved)
+    _keep(moved, split="b")
+    shutil.copy(template, moved.parent / "mlflow.db")
+    sender_for(moved).finish("finished")
+    assert _scores(moved.parent / "mlflow.db", moved) == ["a/mem_len_64", "b/mem_len_64"]
+
+
+def test_the_run_that_replaces_a_deleted_one_gets_its_evaluations(run_dir: Path) -> None:
     sender = sender_for(run_dir)
     sender.pump()
     _keep(run_dir)
     sender.pump()
-    copy = run_dir.with_name("copy")
-    shutil.copytree(run_dir, copy)
-    sender_for(copy).pump()
+    client_of(run_dir).delete_run(run_id_of(run_dir))
+    write_steps(run_dir, range(1, 3))
+    sender.pump()
+    assert _scores(run_dir.parent / "mlflow.db", run_dir) == ["valid/mem_len_64"]
+
+
+def test_a_run_that_supersedes_another_gets_the_evaluations_of_the_checkpoints_that_are_left(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of removed checkpoints, as the oldest are, only those before the superseded steps."""
+    saved = {4: "1" * 32, 5: "2" * 32, 7: "3" * 32}
+
+    def manifest_of(checkpoint: Path) -> Any:
+        step = int(checkpoint.name.removeprefix("step-"))
+        if step not in saved:
+            raise CheckpointError("it was removed")
+        return SimpleNamespace(save_id=saved[step])
+
+    monkeypatch.setattr(evaluations, "load_checkpoint_manifest", manifest_of)
+    write_steps(run_dir, range(1, 9))
+    sender = sender_for(run_dir)
+    for number, (step, save_id) in enumerate(
+        [(1, "0" * 32), (4, "1" * 32), (5, "9" * 32), (7, "3" * 32), (8, "8" * 32)]
+    ):
+        name = f"run/checkpoints/step-{step:08d}"
+        _keep(run_dir, mem_len=number, checkpoint=name, save_id=save_id)
+    (run_dir / "evaluations" / "valid-0.json").write_text("damaged")
+    sender.pump()
+    superseded = run_id_of(run_dir)
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(5)
+    for _ in range(2):
+        sender_for(run_dir).pump()
+
     database = run_dir.parent / "mlflow.db"
-    (child,) = _children(database, run_dir)
-    assert run_id_of(run_dir) != run_id_of(copy)
-    assert recorded_steps(database, child, "valid/mem_len_64/nats") == [5]
-    assert _children(database, copy) == []
+    assert run_id_of(run_dir) != superseded
+    runs = {tags_of(database, run)["mlflow.runName"] for run in _children(database, run_dir)}
+    assert runs - {"run (superseded)"} == {
+        "eval step 1: valid, mem_len 0",  # removed since
+        "eval step 4: valid, mem_len 1",
+        # Step 5 was saved again since. Step 7 is of the resumed training, which the server missed.
+        "eval step 7: valid, mem_len 3",
+    }

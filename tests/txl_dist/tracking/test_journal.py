@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl_dist.tracking.journal import MetricsJournal, last_trained_step, read_metrics
+from txl_dist.tracking.journal import (
+    READ_BYTES,
+    JournalTail,
+    MetricsJournal,
+    last_trained_step,
+    read_metrics,
+)
 
 
 def _steps(path: Path) -> list[int]:
@@ -87,6 +93,19 @@ def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path
     (line,) = read_metrics(path)
     assert math.isnan(line.pop("c"))
     assert line == {"step": 1, "tokens": 2, "time": 3.0, "a": math.inf, "b": -math.inf, "d": 1e-300}
+
+
+def test_a_sender_gets_past_more_bytes_without_a_line_than_it_reads_at_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for junk in (b"\0" * (2 * READ_BYTES), b"\0\n" * READ_BYTES):
+        path.write_bytes(b'{"step": 1}\n' + junk + b'\n{"step": 2}\n{"step": 3')
+        tail = JournalTail(path)
+        assert [[line["step"] for line in tail.lines()] for _ in range(3)] == [[1], [2], []]
+        with path.open("ab") as file:
+            file.write(b"}\n")
+        assert [line["step"] for line in tail.lines()] == [3]
 
 
 @pytest.mark.fault_row(42)

@@ -15,10 +15,19 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from data_pipeline.system.files import open_descriptor, try_lock
 from tests.support.commands import run_txl
+from txl_dist.tracking import process
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.sender import Sender, TrainingEnd, deliver
-from txl_dist.tracking.tracker import UnavailableError
+from txl_dist.tracking.tracker import (
+    LOCK,
+    REQUEST,
+    STATE,
+    TrackingRequest,
+    TrackingState,
+    UnavailableError,
+)
 
 from .conftest import (
     MlflowServer,
@@ -197,6 +206,79 @@ def test_the_default_database_is_made_whole_beside_the_run_whatever_the_folder_i
     *command, uri = shlex.split(page_command(run_dir, None))
     assert command == ["mlflow", "ui", "--backend-store-uri"]
     assert MlflowClient(uri).get_run(run_id).info.run_name == name
+
+
+@pytest.mark.parametrize("folder", ["work", "a%20b?c"])
+def test_a_relative_database_is_that_of_the_directory_where_training_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    run_dir, database = tmp_path / "runs" / "run", tmp_path / folder / "track" / "my.db"
+    for path in (run_dir, tmp_path / folder, tmp_path / "elsewhere"):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / folder)
+    write_steps(run_dir, range(1, 3))
+    request = request_for("sqlite:///track/my.db")
+    Sender(run_dir, request).pump()
+    (run_dir / "logs/tracking-request.json").write_text(request.model_dump_json())
+
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    write_steps(run_dir, range(3, 5))
+    stored = TrackingRequest.load(run_dir / "logs/tracking-request.json")
+    assert stored is not None
+    Sender(run_dir, stored).pump()
+    assert recorded_steps(database, run_id_of(run_dir)) == [1, 2, 3, 4]
+    assert not list(Path.cwd().iterdir())
+
+
+def test_a_state_with_a_relative_database_continues_its_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an earlier version has stored it."""
+    monkeypatch.chdir(run_dir.parent)
+    sender_for(run_dir, "sqlite:///mlflow.db").pump()
+    before = state_of(run_dir)
+    before.changed(run_dir, server="sqlite:///mlflow.db")
+    sender_for(run_dir, "sqlite:///mlflow.db").pump()
+    assert state_of(run_dir).run_id == before.run_id
+    assert state_of(run_dir).previous is None
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:////a/b.db", "sqlite://", "sqlite:///:memory:", "http://host:5000/a", None]
+)
+def test_an_address_without_a_relative_path_stays_as_it_is(uri: str | None) -> None:
+    assert request_for(uri).server == uri
+
+
+def test_sync_of_a_run_that_has_not_ended_is_refused_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "run_sender", lambda *_, **__: "waited")
+    (run_dir / "logs").mkdir()
+    request_for().save(run_dir / REQUEST)
+    with (
+        open_descriptor(run_dir / "lock", os.O_RDWR | os.O_CREAT) as training,
+        open_descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT) as sender,
+    ):
+        assert try_lock(training)
+        assert try_lock(sender)
+        code, output = run_txl("track", "sync", run_dir)
+    assert (code, "has not ended" in output) == (1, True)
+
+
+def test_sync_says_that_it_waits_for_another_sender(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir / "logs").mkdir()
+    request_for().save(run_dir / REQUEST)
+    monkeypatch.setattr(process, "run_sender", lambda *_, **__: "")
+    TrackingState(key="0", server=None, experiment="tests", delivered=True).save(run_dir / STATE)
+    with open_descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT) as sender:
+        assert try_lock(sender)
+        code, output = run_txl("track", "sync", run_dir)
+    assert (code, "another process still delivers" in output) == (0, True)
+    code, output = run_txl("track", "sync", run_dir)
+    assert (code, "another process still delivers" in output) == (0, False)
 
 
 SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]

@@ -140,7 +140,7 @@ class Checkpoints:
         """Remove what is not kept. Copies are removed at the next upload."""
         with self.explained():
             try:
-                best_step = self.directory.pointer("BEST")
+                best_step = self.directory.read_pointer("BEST")
             except OSError as error:  # the best checkpoint would be removed with the others
                 log.warning(
                     f"{error.filename} cannot be read ({error.strerror}), so old checkpoints are "

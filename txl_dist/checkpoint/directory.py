@@ -141,10 +141,13 @@ class CheckpointDirectory:
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
     def pointer(self, name: str) -> int | None:
-        """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged.
+        """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
+        with suppress(OSError):
+            return self.read_pointer(name)
+        return None
 
-        Raises OSError if it is there and cannot be read.
-        """
+    def read_pointer(self, name: str) -> int | None:
+        """`pointer`; raises OSError if it is there and cannot be read now."""
         try:
             text = (self.run / name).read_text(errors="replace").strip()
         except OSError as error:

@@ -8,7 +8,8 @@ become metrics such as `valid/mem_len_64/perplexity`, at the step of the checkpo
 parameters, and the protocol the description. The tables of `details` are left out.
 
 A new run on the server gets them again, as it gets the whole journal: after a resume that has
-superseded steps, for a copy of the run directory, and in another database.
+superseded steps, for a copy of the run directory, and in another database. Not those of superseded
+checkpoints, which stay below the run that had them.
 """
 
 import logging
@@ -21,7 +22,6 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.redaction import redact, redact_values
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
-from txl_dist.evaluation.scores import FOLDER
 from txl_dist.tracking.tracker import (
     STATE,
     Point,
@@ -44,7 +44,8 @@ log = logging.getLogger("txl_dist.tracking.evaluations")
 
 
 def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
-    return [path for path in kept_results(run_dir) if path.name not in state.evaluations]
+    known = {*state.evaluations, *state.superseded}
+    return [path for path in kept_results(run_dir) if path.name not in known]
 
 
 def deliver_evaluations(run_dir: Path) -> None:
@@ -73,24 +74,33 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
 
 
 def superseded_evaluations(run_dir: Path, state: TrackingState, first_step: int) -> tuple[str, ...]:
-    """Of the results that the server has, those of checkpoints that a resume has superseded.
+    """Names of all results whose checkpoints this resume, or an earlier one, has superseded.
 
     `first_step`: the first superseded step of which the server has a point.
     """
+    directory = CheckpointDirectory(run_dir)
+    superseded_ids = {_save_id(checkpoint) for checkpoint in directory.superseded()}
 
-    def is_superseded(name: str) -> bool:
+    def is_superseded(path: Path) -> bool:
         try:
-            result = read_result(run_dir / FOLDER / name)
+            result = read_result(path)
         except (OSError, CheckpointError):
             return True  # there is nothing that could be sent
         step = _step_of(result)
-        try:
-            manifest = load_checkpoint_manifest(CheckpointDirectory(run_dir).at(step))
-        except CheckpointError:  # it was renamed, or removed as older ones are
-            return step >= first_step
-        return result.save_id not in (None, manifest.save_id)
+        if None in (result.save_id, save_id := _save_id(directory.at(step))):
+            # The checkpoint was renamed, or removed as older ones are.
+            return step >= first_step or result.save_id in superseded_ids - {None}
+        return result.save_id != save_id
 
-    return tuple(filter(is_superseded, state.evaluations))
+    new = (path.name for path in kept_results(run_dir) if is_superseded(path))
+    return (*state.superseded, *(name for name in new if name not in state.superseded))
+
+
+def _save_id(checkpoint: Path) -> str | None:
+    try:
+        return load_checkpoint_manifest(checkpoint).save_id
+    except CheckpointError:
+        return None
 
 
 def _step_of(result: EvaluationResult) -> int:

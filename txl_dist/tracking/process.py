@@ -41,6 +41,7 @@ from txl_dist.tracking.tracker import (
     as_text,
     default_server,
     open_lock,
+    whole_path,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class TrackingProcess(contextlib.AbstractContextManager["TrackingProcess"]):
             from txl_dist.config.config_file import flatten_config
 
             self._request = TrackingRequest(
-                server=config.tracking.uri,
+                server=whole_path(config.tracking.uri),
                 experiment=config.tracking.experiment,
                 params={name: as_text(value) for name, value in flatten_config(config).items()},
                 tags={

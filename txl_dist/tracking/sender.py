@@ -65,6 +65,7 @@ from txl_dist.tracking.tracker import (
     open_lock,
     open_tracker,
     points_of,
+    whole_path,
 )
 
 POLL_SECONDS = 1.0
@@ -161,9 +162,10 @@ class Sender:
                     self._run_id,
                 )
                 self._read_again()
-                old = {"previous": self._run_id, "supersedes": self._run_id}
-                left = superseded_evaluations(self.run_dir, self._state, step)
-                self._update(key=uuid.uuid4().hex, run_id=None, evaluations=left, **old)
+                old: dict[str, Any] = {"previous": self._run_id, "supersedes": self._run_id}
+                superseded = superseded_evaluations(self.run_dir, self._state, step)
+                old |= {"evaluations": (), "superseded": superseded}
+                self._update(key=uuid.uuid4().hex, run_id=None, **old)
         return self._tracker
 
     def _start(self, tracker: Tracker) -> None:
@@ -232,15 +234,18 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
     server, directory = request.without_secrets().server, directory_identity(run_dir)
     state = TrackingState.load(run_dir / STATE)
     # A copy of the directory is another run; another server lacks the old run.
-    if state and state.directory in (None, directory) and state.server == server:
+    # Earlier versions have stored the relative path of a database.
+    is_known = state is not None and whole_path(state.server) == whole_path(server)
+    if state and state.directory in (None, directory) and is_known:
         changes = {"directory": directory, "delivered": False, "status": "running"}
-        return state.model_copy(update=changes)
+        return state.model_copy(update={**changes, "server": server})
     return TrackingState(
         key=uuid.uuid4().hex,
         server=server,
         experiment=request.experiment,
         directory=directory,
         previous=state.run_id if state else None,
+        superseded=state.superseded if state else (),
     )
 
 

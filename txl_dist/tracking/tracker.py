@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from data_pipeline.system.files import write_file
 from txl_dist.config.redaction import HIDDEN, redact
@@ -210,7 +210,7 @@ class _JsonFile(BaseModel):
 class TrackingRequest(_JsonFile):
     """What to record about a run, except its metrics."""
 
-    server: Annotated[str | None, AfterValidator(whole_path)]
+    server: str | None
     """As `tracking.uri`, with the whole path of an SQLite file."""
     experiment: str
     params: dict[str, str] = {}
@@ -226,7 +226,7 @@ class TrackingState(_JsonFile):
     """Which run of a server belongs to a run directory."""
 
     key: str
-    server: Annotated[str | None, AfterValidator(whole_path)]
+    server: str | None
     """As in the request, without credentials."""
     experiment: str
     directory: str | None = None
@@ -241,8 +241,9 @@ class TrackingState(_JsonFile):
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
     evaluations: tuple[str, ...] = ()
-    """Names of the results of `txl eval` that the server has: below the run `run_id`, or below a
-    run that it superseded."""
+    """Names of the results of `txl eval` that the server has below the run `run_id`."""
+    superseded: tuple[str, ...] = ()
+    """Names of those whose checkpoints a resume has superseded: no new run gets them."""
 
     def changed(self, run_dir: Path, **changes: Any) -> "TrackingState":
         """A copy with other values, written to the file of the run. Raises OSError."""

@@ -317,19 +317,85 @@ def test_the_run_that_replaces_a_deleted_one_gets_its_evaluations(run_dir: Path)
     assert _scores(run_dir.parent / "mlflow.db", run_dir) == ["valid/mem_len_64"]
 
 
+def have_checkpoints(monkeypatch: pytest.MonkeyPatch, save_ids: dict[int, str]) -> None:
+    """Checkpoints by step, also superseded ones by their negative step."""
+
+    def manifest_of(checkpoint: Path) -> Any:
+        *is_superseded, step = checkpoint.name.replace("superseded", "").split("step-")
+        number = -int(step) if is_superseded != [""] else int(step)
+        if number not in save_ids:
+            raise CheckpointError("it was removed")
+        return SimpleNamespace(save_id=save_ids[number])
+
+    monkeypatch.setattr(evaluations, "load_checkpoint_manifest", manifest_of)
+
+
+def _names(run_dir: Path) -> set[str]:
+    database = run_dir.parent / "mlflow.db"
+    names = {tags_of(database, run)["mlflow.runName"] for run in _children(database, run_dir)}
+    return {name for name in names if "superseded" not in name}
+
+
+def test_a_score_of_a_superseded_checkpoint_never_belongs_to_a_later_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a second resume, for a copy, or if the run on the server is deleted."""
+    save_ids = {4: "4" * 32, 8: "8" * 32}
+    have_checkpoints(monkeypatch, save_ids)
+    write_steps(run_dir, range(1, 9))
+    _keep(run_dir, mem_len=1, checkpoint="run/checkpoints/step-00000008", save_id="8" * 32)
+    sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 8: valid, mem_len 1"}
+    # It was not delivered before the resume.
+    _keep(run_dir, mem_len=2, checkpoint="run/checkpoints/step-00000008", save_id="8" * 32)
+    del save_ids[8]
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(4)
+    write_steps(run_dir, range(5, 21), since=START + 1000)
+    _keep(run_dir, mem_len=3, checkpoint="run/checkpoints/step-00000016", save_id="6" * 32)
+    save_ids[16] = "6" * 32
+    sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 16: valid, mem_len 3"}
+
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(16)
+    sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 16: valid, mem_len 3"}
+    copy = run_dir.parent / "copy"
+    shutil.copytree(run_dir, copy)
+    sender_for(copy).pump()
+    assert _names(copy) == {"eval step 16: valid, mem_len 3"}
+    client_of(run_dir).delete_run(run_id_of(run_dir))
+    sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 16: valid, mem_len 3"}
+
+
+def test_a_superseded_checkpoint_between_two_lines_of_the_journal_is_known_by_its_save(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_ids = {15: "5" * 32, 18: "8" * 32}
+    have_checkpoints(monkeypatch, save_ids)
+    for step, since in ((10, START), (20, START)):
+        write_steps(run_dir, range(step, step + 1), since=since)
+    _keep(run_dir, mem_len=1, checkpoint="run/checkpoints/step-00000018", save_id="8" * 32)
+    _keep(run_dir, mem_len=2, checkpoint="run/checkpoints/step-00000015", save_id="5" * 32)
+    sender_for(run_dir).pump()
+    save_ids[-18] = save_ids.pop(18)
+    (run_dir / "checkpoints" / "superseded-step-00000018").mkdir(parents=True)
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(15)
+    write_steps(run_dir, range(20, 21), since=START + 1000)
+    sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 15: valid, mem_len 2"}
+
+
 def test_a_run_that_supersedes_another_gets_the_evaluations_of_the_checkpoints_that_are_left(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of removed checkpoints, as the oldest are, only those before the superseded steps."""
     saved = {4: "1" * 32, 5: "2" * 32, 7: "3" * 32}
 
-    def manifest_of(checkpoint: Path) -> Any:
-        step = int(checkpoint.name.removeprefix("step-"))
-        if step not in saved:
-            raise CheckpointError("it was removed")
-        return SimpleNamespace(save_id=saved[step])
-
-    monkeypatch.setattr(evaluations, "load_checkpoint_manifest", manifest_of)
+    have_checkpoints(monkeypatch, saved)
     write_steps(run_dir, range(1, 9))
     sender = sender_for(run_dir)
     for number, (step, save_id) in enumerate(

@@ -17,6 +17,8 @@ from mlflow.tracking import MlflowClient
 
 from data_pipeline.system.files import open_descriptor, try_lock
 from tests.support.commands import run_txl
+from tests.support.training_runs import TINY
+from txl_dist.config.config_file import load_run_config
 from txl_dist.tracking import process
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.sender import Sender, TrainingEnd, deliver
@@ -27,6 +29,7 @@ from txl_dist.tracking.tracker import (
     TrackingRequest,
     TrackingState,
     UnavailableError,
+    whole_path,
 )
 
 from .conftest import (
@@ -217,7 +220,11 @@ def test_a_relative_database_is_that_of_the_directory_where_training_was_started
         path.mkdir(parents=True)
     monkeypatch.chdir(tmp_path / folder)
     write_steps(run_dir, range(1, 3))
-    request = request_for("sqlite:///track/my.db")
+    config = load_run_config(TINY, ["tracking.uri=sqlite:///track/my.db"])
+    with monkeypatch.context() as patch:
+        patch.setattr(process.TrackingProcess, "_start_sender", lambda self: None)
+        request = process.TrackingProcess(run_dir, config)._request
+    assert config.tracking.uri == "sqlite:///track/my.db"
     Sender(run_dir, request).pump()
     (run_dir / "logs/tracking-request.json").write_text(request.model_dump_json())
 
@@ -237,17 +244,17 @@ def test_a_state_with_a_relative_database_continues_its_run(
     monkeypatch.chdir(run_dir.parent)
     sender_for(run_dir, "sqlite:///mlflow.db").pump()
     before = state_of(run_dir)
-    before.changed(run_dir, server="sqlite:///mlflow.db")
-    sender_for(run_dir, "sqlite:///mlflow.db").pump()
-    assert state_of(run_dir).run_id == before.run_id
-    assert state_of(run_dir).previous is None
+    assert before.server == "sqlite:///mlflow.db"
+    for server in ("sqlite:///mlflow.db", whole_path("sqlite:///mlflow.db")):
+        sender_for(run_dir, server).pump()
+        assert state_of(run_dir) == before.model_copy(update={"server": server})
 
 
 @pytest.mark.parametrize(
     "uri", ["sqlite:////a/b.db", "sqlite://", "sqlite:///:memory:", "http://host:5000/a", None]
 )
 def test_an_address_without_a_relative_path_stays_as_it_is(uri: str | None) -> None:
-    assert request_for(uri).server == uri
+    assert whole_path(uri) == uri
 
 
 def test_sync_of_a_run_that_has_not_ended_is_refused_at_once(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from data_pipeline.errors import clock
 from data_pipeline.shards.manifest import MANIFEST_NAME
 from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config.run_config import Precision, RunConfig
@@ -209,7 +210,9 @@ def lines_of(estimate: RunEstimate) -> Iterator[str]:
             "rows that are padding": f"{estimate.padded_share:.1%}",
             "time of a step": f"{estimate.step_seconds * 1e3:,.2f} ms",
             "tokens per second, all ranks": f"{estimate.tokens_per_second:,.0f}",
-            "time of the run": f"{estimate.days:,.3f} days",
+            "time of the run": (
+                f"{days:,.1f} days" if (days := estimate.days) >= 1 else clock(days * 86400)
+            ),
             "checkpoint": _size(estimate.checkpoint_bytes),
         }
     )

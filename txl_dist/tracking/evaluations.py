@@ -15,6 +15,7 @@ checkpoints, which stay below the run that had them.
 import logging
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -44,8 +45,10 @@ log = logging.getLogger("txl_dist.tracking.evaluations")
 
 
 def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
-    known = {*state.evaluations, *state.superseded}
-    return [path for path in kept_results(run_dir) if path.name not in known]
+    unsent = [path for path in kept_results(run_dir) if path.name not in state.evaluations]
+    if not state.superseded:  # else each file is read
+        return unsent
+    return [path for path in unsent if _result_save_id(path) not in state.superseded]
 
 
 def deliver_evaluations(run_dir: Path) -> None:
@@ -73,34 +76,36 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
     return state
 
 
-def superseded_evaluations(run_dir: Path, state: TrackingState, first_step: int) -> tuple[str, ...]:
-    """Names of all results whose checkpoints this resume, or an earlier one, has superseded.
+def superseded_saves(run_dir: Path, first_step: int) -> set[str]:
+    """The `save_id` of scored checkpoints that a resume has superseded.
 
-    `first_step`: the first superseded step of which the server has a point.
+    Not the names of the results: a resumed run computes the same weights again, and their result
+    has the same name. `first_step`: the first superseded step of which the server has a point.
     """
-    directory = CheckpointDirectory(run_dir)
-    superseded_ids = {_save_id(checkpoint) for checkpoint in directory.superseded()}
-
-    def is_superseded(path: Path) -> bool:
-        try:
+    directory, found = CheckpointDirectory(run_dir), set[str]()
+    renamed = {_save_id(checkpoint) for checkpoint in directory.superseded()}
+    for path in kept_results(run_dir):
+        with suppress(OSError, CheckpointError):
             result = read_result(path)
-        except (OSError, CheckpointError):
-            return True  # there is nothing that could be sent
-        step = _step_of(result)
-        if None in (result.save_id, save_id := _save_id(directory.at(step))):
-            # The checkpoint was renamed, or removed as older ones are.
-            return step >= first_step or result.save_id in superseded_ids - {None}
-        return result.save_id != save_id
-
-    new = (path.name for path in kept_results(run_dir) if is_superseded(path))
-    return (*state.superseded, *(name for name in new if name not in state.superseded))
+            step = _step_of(result)
+            current = _save_id(directory.at(step))
+            # Without a checkpoint of its step: it was renamed, or removed as older ones are.
+            is_gone = current is None and (step >= first_step or result.save_id in renamed)
+            if result.save_id and (is_gone or current not in (None, result.save_id)):
+                found.add(result.save_id)
+    return found
 
 
 def _save_id(checkpoint: Path) -> str | None:
-    try:
+    with suppress(CheckpointError):
         return load_checkpoint_manifest(checkpoint).save_id
-    except CheckpointError:
-        return None
+    return None
+
+
+def _result_save_id(path: Path) -> str | None:
+    with suppress(OSError, CheckpointError):
+        return read_result(path).save_id
+    return None
 
 
 def _step_of(result: EvaluationResult) -> int:

@@ -39,7 +39,7 @@ from data_pipeline.system.files import wait_for_lock
 from txl_dist.tracking.evaluations import (
     deliver_evaluations,
     send_evaluations,
-    superseded_evaluations,
+    superseded_saves,
 )
 from txl_dist.tracking.journal import (
     JOURNAL,
@@ -163,8 +163,8 @@ class Sender:
                 )
                 self._read_again()
                 old: dict[str, Any] = {"previous": self._run_id, "supersedes": self._run_id}
-                superseded = superseded_evaluations(self.run_dir, self._state, step)
-                old |= {"evaluations": (), "superseded": superseded}
+                saves = {*self._state.superseded, *superseded_saves(self.run_dir, step)}
+                old |= {"evaluations": (), "superseded": tuple(sorted(saves))}
                 self._update(key=uuid.uuid4().hex, run_id=None, **old)
         return self._tracker
 

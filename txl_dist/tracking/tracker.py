@@ -243,7 +243,8 @@ class TrackingState(_JsonFile):
     evaluations: tuple[str, ...] = ()
     """Names of the results of `txl eval` that the server has below the run `run_id`."""
     superseded: tuple[str, ...] = ()
-    """Names of those whose checkpoints a resume has superseded: no new run gets them."""
+    """The `save_id` of scored checkpoints that a resume has superseded: no new run gets these
+    scores."""
 
     def changed(self, run_dir: Path, **changes: Any) -> "TrackingState":
         """A copy with other values, written to the file of the run. Raises OSError."""

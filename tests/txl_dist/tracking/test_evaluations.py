@@ -368,6 +368,10 @@ def test_a_score_of_a_superseded_checkpoint_never_belongs_to_a_later_run(
     client_of(run_dir).delete_run(run_id_of(run_dir))
     sender_for(run_dir).pump()
     assert _names(run_dir) == {"eval step 16: valid, mem_len 3"}
+    # The resumed run has the same weights at step 8, so their score has the same name.
+    _keep(run_dir, mem_len=1, checkpoint="run/checkpoints/step-00000008", save_id="9" * 32)
+    sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 16: valid, mem_len 3", "eval step 8: valid, mem_len 1"}
 
 
 def test_a_superseded_checkpoint_between_two_lines_of_the_journal_is_known_by_its_save(

@@ -55,7 +55,7 @@ cluster-tests: setup  ## real Slurm, PostgreSQL, Ray nodes and network namespace
 	$(BIN)/python -m pytest -m cluster -rs
 
 GPU_SECONDS ?= 1200
-gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models; ends after GPU_SECONDS each
+gpu: setup       ## on a machine with a GPU: its tests, for at most GPU_SECONDS, then speed and utilisation of the published models
 	mkdir -p runs
 	TRITON_INTERPRET=0 timeout --foreground --kill-after 60 --signal INT $(GPU_SECONDS) $(BIN)/python -m pytest -m gpu -rs; tests=$$?; \
 	$(BIN)/python benchmarks/gpu.py --seconds $(GPU_SECONDS) > runs/gpu.md && cat runs/gpu.md && exit $$tests

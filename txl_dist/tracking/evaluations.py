@@ -16,6 +16,7 @@ import logging
 import math
 import re
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -48,7 +49,8 @@ def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
     unsent = [path for path in kept_results(run_dir) if path.name not in state.evaluations]
     if not state.superseded:  # else each file is read
         return unsent
-    return [path for path in unsent if _result_save_id(path) not in state.superseded]
+    times = ((path, path.stat().st_mtime_ns) for path in unsent)
+    return [path for path, time in times if _result_save(path, time) not in state.superseded]
 
 
 def deliver_evaluations(run_dir: Path) -> None:
@@ -76,11 +78,12 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
     return state
 
 
-def superseded_saves(run_dir: Path, first_step: int) -> set[str]:
-    """The `save_id` of scored checkpoints that a resume has superseded.
+def superseded_saves(run_dir: Path, state: TrackingState, first_step: int) -> set[str]:
+    """The `save_id` of scored checkpoints that a resume has superseded; of results of earlier
+    versions their names.
 
-    Not the names of the results: a resumed run computes the same weights again, and their result
-    has the same name. `first_step`: the first superseded step of which the server has a point.
+    A resumed run computes the same weights again, and their result has the same name, but another
+    `save_id`. `first_step`: the first superseded step of which the server has a point.
     """
     directory, found = CheckpointDirectory(run_dir), set[str]()
     renamed = {_save_id(checkpoint) for checkpoint in directory.superseded()}
@@ -89,10 +92,13 @@ def superseded_saves(run_dir: Path, first_step: int) -> set[str]:
             result = read_result(path)
             step = _step_of(result)
             current = _save_id(directory.at(step))
-            # Without a checkpoint of its step: it was renamed, or removed as older ones are.
-            is_gone = current is None and (step >= first_step or result.save_id in renamed)
-            if result.save_id and (is_gone or current not in (None, result.save_id)):
-                found.add(result.save_id)
+            # Without a checkpoint of its step: it was renamed, or removed as older ones are. The
+            # resumed run may have scored and removed one, too, while the server did not respond.
+            was_sent = path.name in state.evaluations and step >= first_step
+            is_gone = current is None and (was_sent or result.save_id in renamed - {None})
+            is_other = None not in (current, result.save_id) and current != result.save_id
+            if is_gone or is_other:
+                found.add(result.save_id or path.name)
     return found
 
 
@@ -102,10 +108,12 @@ def _save_id(checkpoint: Path) -> str | None:
     return None
 
 
-def _result_save_id(path: Path) -> str | None:
+@lru_cache(maxsize=1024)
+def _result_save(path: Path, modified: int) -> str:
+    """As in `superseded_saves`. `modified`: the file is read again after a change only."""
     with suppress(OSError, CheckpointError):
-        return read_result(path).save_id
-    return None
+        return read_result(path).save_id or path.name
+    return path.name
 
 
 def _step_of(result: EvaluationResult) -> int:

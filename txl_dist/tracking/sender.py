@@ -163,7 +163,10 @@ class Sender:
                 )
                 self._read_again()
                 old: dict[str, Any] = {"previous": self._run_id, "supersedes": self._run_id}
-                saves = {*self._state.superseded, *superseded_saves(self.run_dir, step)}
+                saves = {
+                    *self._state.superseded,
+                    *superseded_saves(self.run_dir, self._state, step),
+                }
                 old |= {"evaluations": (), "superseded": tuple(sorted(saves))}
                 self._update(key=uuid.uuid4().hex, run_id=None, **old)
         return self._tracker

@@ -243,8 +243,8 @@ class TrackingState(_JsonFile):
     evaluations: tuple[str, ...] = ()
     """Names of the results of `txl eval` that the server has below the run `run_id`."""
     superseded: tuple[str, ...] = ()
-    """The `save_id` of scored checkpoints that a resume has superseded: no new run gets these
-    scores."""
+    """Of scored checkpoints that a resume has superseded (`superseded_saves`): no new run gets
+    their scores."""
 
     def changed(self, run_dir: Path, **changes: Any) -> "TrackingState":
         """A copy with other values, written to the file of the run. Raises OSError."""

@@ -348,7 +348,8 @@ def test_a_score_of_a_superseded_checkpoint_never_belongs_to_a_later_run(
     assert _names(run_dir) == {"eval step 8: valid, mem_len 1"}
     # It was not delivered before the resume.
     _keep(run_dir, mem_len=2, checkpoint="run/checkpoints/step-00000008", save_id="8" * 32)
-    del save_ids[8]
+    save_ids[-8] = save_ids.pop(8)
+    (run_dir / "checkpoints" / "superseded-step-00000008").mkdir(parents=True)
     with MetricsJournal(run_dir / "metrics.jsonl") as journal:
         journal.truncate_after(4)
     write_steps(run_dir, range(5, 21), since=START + 1000)
@@ -372,6 +373,25 @@ def test_a_score_of_a_superseded_checkpoint_never_belongs_to_a_later_run(
     _keep(run_dir, mem_len=1, checkpoint="run/checkpoints/step-00000008", save_id="9" * 32)
     sender_for(run_dir).pump()
     assert _names(run_dir) == {"eval step 16: valid, mem_len 3", "eval step 8: valid, mem_len 1"}
+
+
+@pytest.mark.parametrize("save_id", ["8" * 32, None])
+def test_a_score_of_the_resumed_run_is_delivered_although_its_checkpoint_was_removed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, save_id: str | None
+) -> None:
+    """The server did not respond meanwhile. `save_id` None: the result of an earlier version."""
+    have_checkpoints(monkeypatch, {})
+    write_steps(run_dir, range(1, 9))
+    name = "run/checkpoints/step-00000008"
+    _keep(run_dir, mem_len=1, checkpoint=name, save_id=save_id)
+    sender_for(run_dir).pump()
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(4)
+    write_steps(run_dir, range(5, 21), since=START + 1000)
+    _keep(run_dir, mem_len=2, checkpoint=name, save_id="9" * 32)
+    for _ in range(2):
+        sender_for(run_dir).pump()
+    assert _names(run_dir) == {"eval step 8: valid, mem_len 2"}
 
 
 def test_a_superseded_checkpoint_between_two_lines_of_the_journal_is_known_by_its_save(

@@ -82,7 +82,10 @@ def test_a_stop_while_ray_starts_or_works_ends_soon_with_75_and_leaves_nothing(
 def test_a_stop_while_the_ranks_start_ends_them_before_their_first_step(
     dataset: Path, tmp_path: Path
 ) -> None:
-    process = start_txl(*train_words(dataset, tmp_path, NO_EVALUATION, on="ray"))
+    # Ranks look for a stop request once a second, in which a fast machine begins to train.
+    environment = {"TXL_FAULT": "engine:sleep=3"}
+    command = train_words(dataset, tmp_path, NO_EVALUATION, on="ray")
+    process = start_txl(*command, environment=environment)
     wait_until((tmp_path / "logs" / "rank-0.log").exists)
     output = stop(process, signal.SIGTERM)
     assert "before the first step; nothing is lost" in output

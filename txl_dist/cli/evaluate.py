@@ -108,8 +108,9 @@ def evaluate(
         typer.Option(
             metavar="processes|ray|ADDRESS",
             help="processes: on this machine, one worker in this process. ray: a Ray started for "
-            "this command. An address: a running Ray cluster, whose nodes must all see the "
-            "checkpoints and the data. Default: processes for one worker, else ray.",
+            "this command. An address, or auto for that of this host: a running Ray cluster, "
+            "whose nodes must all see the checkpoints and the data. Default: processes for one "
+            "worker, else ray.",
         ),
     ] = None,
     resume: Annotated[

@@ -86,7 +86,7 @@ def superseded_saves(run_dir: Path, state: TrackingState, first_step: int) -> se
     `save_id`. `first_step`: the first superseded step of which the server has a point.
     """
     directory, found = CheckpointDirectory(run_dir), set[str]()
-    renamed = {_save_id(checkpoint) for checkpoint in directory.superseded()}
+    renamed = {_save_id(checkpoint) for checkpoint in directory.superseded()} - {None}
     for path in kept_results(run_dir):
         with suppress(OSError, CheckpointError):
             result = read_result(path)
@@ -95,7 +95,7 @@ def superseded_saves(run_dir: Path, state: TrackingState, first_step: int) -> se
             # Without a checkpoint of its step: it was renamed, or removed as older ones are. The
             # resumed run may have scored and removed one, too, while the server did not respond.
             was_sent = path.name in state.evaluations and step >= first_step
-            is_gone = current is None and (was_sent or result.save_id in renamed - {None})
+            is_gone = current is None and (was_sent or result.save_id in renamed)
             is_other = None not in (current, result.save_id) and current != result.save_id
             if is_gone or is_other:
                 found.add(result.save_id or path.name)
